@@ -1,0 +1,96 @@
+"""Every error a user can meet: a code, what happened, why, and what to try.
+
+`UserError` and its kin are `ValueError`s: the user can mend them. A failed `assert` is our own fault. The exit codes
+of the command line hang on the class: 64 for usage, 2 for a request that cannot be met, 1 for a fault of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PlaitError(Exception):
+    """Base of all errors that plait raises on purpose.
+
+    Args:
+        code: a short kebab-case name that stays stable across versions, e.g. `target-unknown`.
+        what: one sentence: what happened, naming the thing.
+        why: the facts behind it; numbers with units.
+        hint: what to try next.
+    """
+
+    exit_code = 1
+
+    def __init__(self, code: str, what: str, *, why: str = "", hint: str = "") -> None:
+        self.code, self.what, self.why, self.hint = code, what, why, hint
+        super().__init__(code, what, why, hint)
+
+    def __str__(self) -> str:
+        lines = [f"{self.what} [{self.code}]"]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.hint:
+            lines.append(f"  try: {self.hint}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, str]:
+        return {"code": self.code, "what": self.what, "why": self.why, "try": self.hint}
+
+
+class UserError(PlaitError, ValueError):
+    """The request cannot be met as it stands (does not fit, unsupported, broken file). Exit code 2."""
+
+    exit_code = 2
+
+
+class UsageError(UserError):
+    """The command or call itself is wrong (unknown target, bad option value). Exit code 64."""
+
+    exit_code = 64
+
+
+class CheckpointError(UserError):
+    """A file of the checkpoint is damaged, incomplete, or says something plait does not understand."""
+
+
+class UnsupportedError(UserError):
+    """plait understands the request and refuses it: no implementation gives the right numbers."""
+
+
+class FitError(UserError):
+    """The model does not fit the devices. `rows` holds needed, free and short-by bytes per device."""
+
+    def __init__(
+        self, what: str, *, why: str = "", hint: str = "", rows: tuple[dict[str, int | str], ...] = ()
+    ) -> None:
+        super().__init__("does-not-fit", what, why=why, hint=hint)
+        self.rows = rows
+
+
+class PlanError(UserError):
+    """A plan written by hand cannot be honoured exactly."""
+
+
+class VerifyError(PlaitError, ValueError):
+    """A module breaks a rule of the IR. The message shows the op."""
+
+    exit_code = 2
+
+
+class ArtifactError(UserError):
+    """An artifact is damaged, of another format version, or its files no longer match their digests."""
+
+
+class WorkerError(PlaitError):
+    """A worker died, hung or refused a frame. The message names the worker and its device."""
+
+
+class MissingDependencyError(UserError):
+    """An optional wheel is not installed; the hint is the `pip install` line."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'h100'?` for a near miss among `known`, else an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+    return "did you mean " + " or ".join(f"'{c}'" for c in close) + "?" if close else ""
