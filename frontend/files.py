@@ -1,0 +1,87 @@
+"""What every reader of a checkpoint gives, and JSON read without forgiving anything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from plait.errors import CheckpointError
+from plait.spec import WeightRef
+
+MAX_RANK = 8
+MAX_DIM = 1 << 40
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """The tensors of one checkpoint. No tensor data has been read.
+
+    Attributes:
+        weights: byte range of every tensor, by the name it has in the checkpoint.
+        files: size in bytes and digest of the header, by path.
+        metadata: what the headers say beside the tensors.
+    """
+
+    weights: dict[str, WeightRef]
+    files: dict[str, tuple[int, str]]
+    metadata: dict[str, Any]
+
+
+def some(names: Iterable[str], limit: int = 5) -> str:
+    """Up to `limit` of the names, sorted, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(repr(name) for name in ordered[:limit]) + more
+
+
+def header_digest(header: bytes) -> str:
+    return "sha256:" + hashlib.sha256(header).hexdigest()
+
+
+def unreadable(path: Path, err: OSError) -> CheckpointError:
+    return CheckpointError("checkpoint-unreadable", f"cannot read {path}", why=err.strerror or str(err))
+
+
+def parse_json(text: bytes, source: str) -> dict[str, Any]:
+    """A JSON object. Duplicate keys, NaN and invalid UTF-8 are refused: each has two readings.
+
+    Raises:
+        CheckpointError: `json-invalid`, naming `source`.
+    """
+
+    def refuse(why: str) -> NoReturn:
+        raise CheckpointError("json-invalid", f"{source} is not valid JSON", why=why)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            refuse(
+                "more than once: " + some(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            )
+        return out
+
+    def constant(word: str) -> NoReturn:
+        refuse(f"{word} is no JSON number")
+
+    try:
+        data = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as err:
+        refuse(str(err))
+    if not isinstance(data, dict):
+        refuse(f"expected an object, got a {type(data).__name__}")
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """`parse_json` of a file."""
+    try:
+        return parse_json(path.read_bytes(), str(path))
+    except OSError as err:
+        raise unreadable(path, err) from err
