@@ -82,7 +82,7 @@ class CompileOptions:
 
 @dataclass(frozen=True)
 class CompiledSlice:
-    """What a backend adds to the slice's folder: file name -> bytes, and `report` (plain data, written as report.json)."""
+    """What a backend adds to the slice's folder: `files` by name, and `report` (plain data, written as report.json)."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     report: Mapping[str, object] = field(default_factory=dict)
@@ -118,7 +118,8 @@ class Executable(Protocol):
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Run one batch; append its K and V to the pages. Inputs and outputs are the slice's boundary tensors by name
-        (`plait.ir` slices name them); bfloat16 is `ml_dtypes.bfloat16`. The last slice returns `logits` [R, vocabulary]."""
+        (the slice's module names them); bfloat16 is `ml_dtypes.bfloat16`. The last slice returns `logits`
+        [R, vocabulary]."""
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         """K and V of these physical pages of the slice's `layer`-th KV value, as (page, token, kv_head, head_dim)."""

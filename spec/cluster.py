@@ -1,4 +1,4 @@
-"""Devices, the hosts they sit in, and the links between them. All figures in base units: bytes, bytes/s, FLOP/s, seconds."""
+"""Devices, the hosts they sit in, and the links between them, in base units: bytes, bytes/s, FLOP/s, seconds."""
 
 from __future__ import annotations
 

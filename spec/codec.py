@@ -13,6 +13,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import yaml
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 def to_dict(value: Any) -> Any:
-    """Plain data (dict, list, str, int, float, bool, None) of a spec value. Fields at their default None are left out."""
+    """Plain data (dict, list, str, int, float, bool, None) of a spec value. Fields at a default None are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         out = {}
         for field in dataclasses.fields(value):
@@ -91,8 +92,8 @@ def digest(value: Any) -> str:
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _hints(cls: Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(typing.cast(type[Any], cls))
 
 
 def _refuse(path: str, expected: str, got: Any) -> UserError:
@@ -156,7 +157,7 @@ def _read_record(cls: type[Any], data: Any, path: str) -> Any:
     values = {}
     for name, field in fields.items():
         if name in data:
-            values[name] = _read(_hints(cls)[name], data[name], f"{path}.{name}")
+            values[name] = _read(_hints(typing.cast(Hashable, cls))[name], data[name], f"{path}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError("spec-field", f"{path}: field {name!r} is missing")
     return cls(**values)

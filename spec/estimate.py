@@ -41,9 +41,7 @@ class MemoryEstimate:
 
     @property
     def needed_bytes(self) -> int:
-        return (
-            self.weights_bytes + self.kv_bytes + self.activations_bytes + self.logits_bytes + self.reserve_bytes
-        )
+        return self.weights_bytes + self.kv_bytes + self.activations_bytes + self.logits_bytes + self.reserve_bytes
 
     @property
     def free_bytes(self) -> int:

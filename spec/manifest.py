@@ -42,7 +42,8 @@ class Manifest:
 
     Attributes:
         files: sha256 of every file of the artifact but this one, by relative path.
-        weights: sha256 of each checkpoint file's header (safetensors header or GGUF metadata) and its size in bytes, by path.
+        weights: by path of a checkpoint file, its size in bytes and the sha256 of its header (safetensors header or
+            GGUF metadata).
         max_kv_tokens: KV tokens the plan has memory for (rounded to pages), over all requests in flight.
         max_positions: positions the model was made for.
     """

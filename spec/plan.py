@@ -1,7 +1,7 @@
 """Plans: slices placed on devices, the numbers predicted for them and the causes.
 
-`plan.yaml` is meant to be read and edited. What a hand-written plan decides is `dtype`, `page_tokens`, the workload and,
-for each slice, `devices` and `blocks`; everything marked predicted below is computed again from those when it is read.
+`plan.yaml` is meant to be read and edited. What a hand-written plan decides is `dtype`, `page_tokens`, the workload
+and, for each slice, `devices` and `blocks`; everything marked predicted below is computed again when it is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class PlannedSlice:
     """Blocks `[start, end)` on one group. The embedding goes with block 0, the final norm and the head with the last.
 
     Predicted: `memory`, `prefill_s` (the workload's prompt, one request), `decode_s` (one step at the workload's
-    concurrency), `hop_s` (decode boundary to the next slice), `kv_tokens` (KV tokens that fit beside the weights), `cause`.
+    concurrency), `hop_s` (decode boundary to the next slice), `kv_tokens` (KV tokens that fit beside the weights),
+    `cause`.
     """
 
     devices: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Targets: what code is made for, and how a user writes it.
 
-    [COUNT x] [BACKEND :] NAME [@ HOST]          h100    2xcuda:h100@hostA    xla:tpu-v5e    rocm:gfx942    null:h100    cpu
+    [COUNT x] [BACKEND :] NAME [@ HOST]      h100    2xcuda:h100@hostA    xla:tpu-v5e    rocm:gfx942    null:h100    cpu
 
 This file knows the grammar only. What a NAME means (`mi300` is MI300X) is the catalogue's business
 (`plait.cost_models.catalogue`).

@@ -10,7 +10,7 @@ Encoding = Literal["float32", "float16", "bfloat16", "Q4_0", "Q4_1", "Q8_0"]
 
 @dataclass(frozen=True)
 class WeightRef:
-    """Bytes `[offset, offset + nbytes)` of `file` hold a tensor of `shape` (row-major, (out, in) for a matrix) in `encoding`.
+    """`[offset, offset + nbytes)` of `file` hold a tensor of `shape` in `encoding`, row-major ((out, in) a matrix).
 
     `interleaved_heads` undoes GGUF's llama row order: rows of each head stand as rope pairs (0, 1), (2, 3) ... in the
     file and are read as halves, with that many heads (query heads for q, KV heads for k).

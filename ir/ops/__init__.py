@@ -1,0 +1,43 @@
+"""The ops of the dialect, one small file per kind."""
+
+from plait.ir.ops.attention import AttentionOp
+from plait.ir.ops.base import BatchFacts, OracleKV, PlaitOp
+from plait.ir.ops.elementwise import AddOp, SiluMulOp
+from plait.ir.ops.embed import EmbedOp
+from plait.ir.ops.linear import LinearOp, LinearsOp
+from plait.ir.ops.logits import LogitsOp
+from plait.ir.ops.norm import AddRmsNormOp, RmsNormOp
+from plait.ir.ops.rope import RopeOp
+from plait.ir.ops.weight import WeightOp
+
+OPS: tuple[type[PlaitOp], ...] = (
+    WeightOp,
+    EmbedOp,
+    RmsNormOp,
+    AddRmsNormOp,
+    LinearOp,
+    LinearsOp,
+    RopeOp,
+    AttentionOp,
+    SiluMulOp,
+    AddOp,
+    LogitsOp,
+)
+
+__all__ = [
+    "OPS",
+    "AddOp",
+    "AddRmsNormOp",
+    "AttentionOp",
+    "BatchFacts",
+    "EmbedOp",
+    "LinearOp",
+    "LinearsOp",
+    "LogitsOp",
+    "OracleKV",
+    "PlaitOp",
+    "RmsNormOp",
+    "RopeOp",
+    "SiluMulOp",
+    "WeightOp",
+]

@@ -1,0 +1,115 @@
+"""What every op of the dialect brings: type rule, oracle, cost. One class, so that they cannot drift apart."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from xdsl.dialects.builtin import I64, Float64Type, FloatAttr, IntegerAttr, IntegerType, StringAttr, TensorType
+from xdsl.ir import Attribute, SSAValue
+from xdsl.irdl import IRDLOperation, IRDLOption, ParsePropInAttrDict, opt_prop_def
+from xdsl.utils.exceptions import VerifyException
+
+from plait.ir.facts import Cost, Step
+from plait.ir.types import Tensor
+
+Float64 = NDArray[np.float64]
+I64Attr = IntegerAttr[IntegerType]
+F64Attr = FloatAttr[Float64Type]
+
+_I64 = IntegerType(64)
+_F64 = Float64Type()
+
+#: Assembly format of an op with plain operands and one result.
+FORMAT = "operands attr-dict `:` functional-type(operands, results)"
+
+
+def i64(value: int) -> I64Attr:
+    return IntegerAttr(value, _I64)
+
+
+def f64(value: float) -> F64Attr:
+    return FloatAttr(value, _F64)
+
+
+def properties(**values: int | float | str | None) -> dict[str, Attribute]:
+    """Python values as the ops' properties; None leaves the property out: absent means off."""
+    make = {int: i64, float: f64, str: StringAttr}
+    return {name: make[type(value)](value) for name, value in values.items() if value is not None}
+
+
+class BatchFacts(Protocol):
+    """What the oracle reads of a step; `plait.backends.base.Batch` has it."""
+
+    tokens: Any
+    positions: Any
+    query_starts: Any
+    kv_lens: Any
+    page_tables: Mapping[str, Any]
+    logit_rows: Any
+
+
+class OracleKV:
+    """K and V pages of one layer in float64, (page, token, kv_head, head_dim); NaN where nothing was written."""
+
+    def __init__(self, pages: int, page_tokens: int, kv_heads: int, head_dim: int) -> None:
+        shape = (pages, page_tokens, kv_heads, head_dim)
+        self.page_tokens = page_tokens
+        self.k: Float64 = np.full(shape, np.nan)
+        self.v: Float64 = np.full(shape, np.nan)
+
+
+class PlaitOp(IRDLOperation):
+    """Base of all ops. `block` is the transformer layer the op belongs to; absent before the first and after the last.
+
+    The oracle computes in float64 on operands that are already rounded to their types; its caller rounds each result
+    once to the result's type. That is the exact meaning of every op, whatever a backend does inside.
+    """
+
+    irdl_options: tuple[IRDLOption, ...] = (ParsePropInAttrDict(),)
+
+    block = opt_prop_def(IntegerAttr[I64])
+
+    #: One line for the docs: what the op computes.
+    FORMULA: ClassVar[str] = ""
+
+    @abstractmethod
+    def infer(self) -> Sequence[Attribute]:
+        """The result types, from operands and properties. Raises VerifyException where they contradict each other."""
+
+    @abstractmethod
+    def oracle(self, *operands: Any) -> tuple[Float64, ...]:
+        """The results in float64. Batch operands are BatchFacts, KV operands OracleKV (mutated), tensors float64."""
+
+    @abstractmethod
+    def cost(self, step: Step) -> Cost:
+        """Flops and bytes of one step."""
+
+    @property
+    def block_index(self) -> int | None:
+        return self.block.value.data if self.block is not None else None
+
+    def verify_(self) -> None:
+        inferred = tuple(self.infer())
+        actual = tuple(result.type for result in self.results)
+        if inferred != actual:
+            shown = [", ".join(map(str, types)) for types in (inferred, actual)]
+            raise VerifyException(f"the result type should be {shown[0]}, not {shown[1]}")
+
+
+def tensor_type(value: SSAValue, what: str, rank: int) -> Tensor:
+    """The type of `value`, which must be a tensor of `rank`."""
+    kind = value.type
+    if not isinstance(kind, TensorType):
+        raise VerifyException(f"{what} must be a tensor, not {kind}")
+    if len(kind.get_shape()) != rank:
+        raise VerifyException(f"{what} must have {rank} dimensions, not {kind}")
+    return kind
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise VerifyException(message)

@@ -1,0 +1,58 @@
+"""`plait.logits`: scores over the vocabulary for the rows the step asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from xdsl.dialects.builtin import Float32Type, TensorType
+from xdsl.ir import Attribute, SSAValue
+from xdsl.irdl import irdl_op_definition, operand_def, result_def
+
+from plait.ir.facts import Cost, Step
+from plait.ir.ops.base import FORMAT, BatchFacts, Float64, PlaitOp, properties, require, tensor_type
+from plait.ir.types import BatchType, dtype_bytes, tokens_by
+
+
+@irdl_op_definition
+class LogitsOp(PlaitOp):
+    """float32 scores x[batch.logit_rows] weight^T; weight is (vocabulary, hidden), perhaps the embedding's table."""
+
+    name = "plait.logits"
+    FORMULA: ClassVar[str] = "x[logit_rows] weight^T, in float32"
+
+    x = operand_def(TensorType)
+    weight = operand_def(TensorType)
+    batch = operand_def(BatchType)
+    result = result_def(TensorType)
+
+    assembly_format = FORMAT
+
+    def __init__(self, x: SSAValue, weight: SSAValue, batch: SSAValue, block: int | None = None) -> None:
+        matrix = tensor_type(weight, "the weight", 2)
+        super().__init__(
+            operands=[x, weight, batch],
+            result_types=[tokens_by(matrix.get_shape()[0], Float32Type())],
+            properties=properties(block=block),
+        )
+
+    def infer(self) -> Sequence[Attribute]:
+        kind, matrix = tensor_type(self.x, "x", 2), tensor_type(self.weight, "the weight", 2)
+        require(kind.get_shape()[1] == matrix.get_shape()[1], f"x is {kind} but the weight is {matrix} (out, in)")
+        require(kind.element_type == matrix.element_type, f"x is {kind} but the weight is {matrix}")
+        return (tokens_by(matrix.get_shape()[0], Float32Type()),)
+
+    def oracle(self, *operands: Any) -> tuple[Float64, ...]:
+        x, weight = operands[0], operands[1]
+        batch: BatchFacts = operands[2]
+        return (x[batch.logit_rows] @ weight.T,)
+
+    def cost(self, step: Step) -> Cost:
+        matrix = tensor_type(self.weight, "the weight", 2)
+        vocabulary, hidden = matrix.get_shape()
+        size = dtype_bytes(matrix.element_type)
+        return Cost(
+            2.0 * step.logit_rows * vocabulary * hidden,
+            vocabulary * hidden * size,
+            step.logit_rows * (hidden * size + 4.0 * vocabulary),
+        )
