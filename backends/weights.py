@@ -42,7 +42,7 @@ def read_weight(ref: WeightRef, dtype: str, root: Path | None = None) -> Array:
 
     Raises:
         CheckpointError: `weight-file` (absent, shorter than the range), `weight-range` (the range does not fit the
-            shape), `weight-not-finite` (NaN or infinity is stored), `weight-overflow` (a value is too large for `dtype`).
+            shape), `weight-not-finite` (NaN or infinity is stored), `weight-overflow` (a value too large for `dtype`).
     """
     if dtype not in DTYPES:
         raise UserError("dtype", f"{dtype!r} is not a compute dtype", hint=did_you_mean(dtype, DTYPES))

@@ -1,0 +1,64 @@
+"""Families of models: one small file each, registered here by `model_type`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from plait.errors import CheckpointError, UnsupportedError, did_you_mean
+from plait.frontend.config import ConfigReader, DecoderConfig
+from plait.frontend.families.base import Family
+
+FAMILIES = {
+    "llama": "plait.frontend.families.llama",
+    "mistral": "plait.frontend.families.mistral",
+    "qwen2": "plait.frontend.families.qwen2",
+}
+"""`model_type` -> module with a `FAMILY`."""
+
+
+def family(name: str) -> Family:
+    """The family of a `model_type`. Raises UnsupportedError with the list of supported ones."""
+    if name not in FAMILIES:
+        raise UnsupportedError(
+            "family-unsupported",
+            f"the model type {name!r} is not supported",
+            why=f"supported are {', '.join(FAMILIES)}",
+            hint=did_you_mean(name, FAMILIES),
+        )
+    found = import_module(FAMILIES[name]).FAMILY
+    assert isinstance(found, Family)
+    return found
+
+
+def read_config(data: dict[str, Any], source: str) -> DecoderConfig:
+    """A config.json in normal form.
+
+    Raises:
+        CheckpointError: a key is missing, of the wrong type, or contradicts another.
+        UnsupportedError: the model type, the architecture, a key or a value is not implemented, by name.
+    """
+    reader = ConfigReader(data, source)
+    model_type = reader.optional("model_type", str)
+    architectures = reader.raw("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise reader.error("config-type", f"'architectures' is {architectures!r:.100}, expected a list of strings")
+    if model_type is None:
+        raise CheckpointError(
+            "config-key-missing",
+            f"{source}: the key 'model_type' is missing",
+            why=f"supported are {', '.join(FAMILIES)}",
+            hint="is this the config.json of a transformers model?",
+        )
+    kind = family(model_type)
+    if architectures and (len(architectures) > 1 or architectures[0] not in kind.architectures):
+        raise UnsupportedError(
+            "architecture-unsupported",
+            f"{source}: the architecture {', '.join(architectures)} is not supported",
+            why=f"of the model type {model_type}, supported is {', '.join(kind.architectures)}",
+        )
+    config = kind.read(reader)
+    reader.finish()
+    return config

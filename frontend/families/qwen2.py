@@ -1,0 +1,31 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v; a window on the blocks from `max_window_layers` on, or as `layer_types` say."""
+
+from __future__ import annotations
+
+from plait.frontend.config import ConfigReader, DecoderConfig, read_layer_types
+from plait.frontend.families.base import Family
+from plait.frontend.families.decoder import HARMLESS, build_decoder, read_blocks, read_decoder
+
+
+def _read(reader: ConfigReader) -> DecoderConfig:
+    return read_decoder(reader, "qwen2", _windows(reader, read_blocks(reader)), qkv_bias=True)
+
+
+def _windows(reader: ConfigReader, blocks: int) -> tuple[int | None, ...]:
+    switched_on = reader.flag("use_sliding_window")
+    # Files keep both keys when the switch is off; they mean nothing then.
+    window = reader.optional_positive("sliding_window") if switched_on else reader.raw("sliding_window") and None
+    kinds = read_layer_types(reader, blocks)
+    if kinds is not None:
+        reader.raw("max_window_layers")
+        if window is None and "sliding_attention" in kinds:
+            raise reader.error("config-conflict", "'layer_types' ask for a window, and none is given or switched on")
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if window is None:
+        reader.raw("max_window_layers")
+        return (None,) * blocks
+    first = reader.get("max_window_layers", int)
+    return tuple(window if index >= first else None for index in range(blocks))
+
+
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), _read, build_decoder, HARMLESS)
