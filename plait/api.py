@@ -1,0 +1,275 @@
+"""The public face: plan, compile, open, and the pipeline that they return."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait import artifact as artifacts
+from plait.errors import PlanError, UsageError, did_you_mean
+from plait.spec import WORKLOADS, Cluster, Objective, Plan, Target, Workload, from_yaml, parse_targets
+
+if TYPE_CHECKING:
+    from xdsl.dialects.builtin import ModuleOp
+
+    from plait.frontend.checkpoint import Checkpoint
+    from plait.text import Pipeline
+
+#: Called as (phase, done, total) while long work goes on; total 0 means unknown.
+Progress = Callable[[str, int, int], None]
+
+StrPath = str | os.PathLike[str]
+Targets = str | Target | Sequence[str | Target]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that decides a plan, with names resolved: what `plait compile` prints first."""
+
+    model: Path
+    config: Path | None
+    cluster: Cluster
+    workload: Workload
+    objective: Objective
+    dtype: str | None
+    layers: tuple[int, ...] | None
+    pins: dict[str, str]
+    forbidden_cuts: tuple[int, ...]
+    plan: Plan | None
+
+
+def request(
+    model: StrPath,
+    targets: Targets | None = None,
+    *,
+    cluster: StrPath | Cluster | None = None,
+    plan: StrPath | Plan | None = None,
+    config: StrPath | None = None,
+    workload: str | Workload | None = None,
+    context: int | None = None,
+    concurrency: int | None = None,
+    objective: Objective | None = None,
+    dtype: str | None = None,
+    layers: Sequence[int] | None = None,
+    pins: Mapping[str, str] | None = None,
+    forbidden_cuts: Iterable[int] = (),
+) -> Request:
+    """Resolve the arguments that `plan` and `compile` share.
+
+    Args:
+        model: a .safetensors or .gguf file, an index, a directory, or a config.json to plan without weights.
+        targets: `"h100,mi300"`, a list of such, or `Target`s. Instead of a cluster or a plan.
+        cluster: a `cluster.yaml` or a `Cluster`.
+        plan: a `plan.yaml` or a `Plan`, honoured exactly or refused by name; it brings its cluster and workload.
+        config: the config.json of a lone weights file.
+        workload: a name (`chat`, `single`, ...) or a `Workload`; `context` and `concurrency` override parts of it.
+        objective: throughput (default), latency or capacity.
+        dtype: compute dtype; defaults to the checkpoint's.
+        layers: exact number of blocks per device, in the order of the devices.
+        pins: unit (`block.3`, `embed`, `head`) -> device id that must hold it.
+        forbidden_cuts: block numbers before which there must be no cut.
+
+    Raises:
+        UsageError: names or values that do not fit together.
+    """
+    given = None if plan is None else plan if isinstance(plan, Plan) else _read_plan(Path(plan))
+    if sum(source is not None for source in (targets, cluster, given)) != 1:
+        raise UsageError(
+            "devices",
+            "say what to compile for in exactly one way",
+            why="one of targets, cluster or plan names the devices",
+            hint="--targets h100,mi300",
+        )
+    if given is not None:
+        fixed = {
+            "workload": workload, "context": context, "concurrency": concurrency,
+            "objective": objective, "layers": layers, "pins": pins or None,
+        }  # fmt: skip
+        clash = sorted(name for name, value in fixed.items() if value is not None)
+        if clash:
+            raise UsageError(
+                "plan-clash",
+                f"{', '.join(clash)} and a plan were both given",
+                why="a plan is honoured exactly; it holds these itself",
+                hint="edit the plan instead",
+            )
+        if dtype is not None and dtype != given.dtype:
+            raise UsageError("plan-clash", f"dtype {dtype} was asked for, the plan says {given.dtype}")
+    return Request(
+        model=Path(model),
+        config=None if config is None else Path(config),
+        cluster=given.cluster if given is not None else _cluster(targets, cluster),
+        workload=given.workload if given is not None else _workload(workload, context, concurrency),
+        objective=given.objective if given is not None else objective or "throughput",
+        dtype=given.dtype if given is not None else dtype,
+        layers=None if layers is None else tuple(layers),
+        pins=dict(pins or (given.pins if given is not None else None) or {}),
+        forbidden_cuts=tuple(forbidden_cuts) or (given.forbidden_cuts if given is not None else ()),
+        plan=given,
+    )
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        return from_yaml(Plan, path.read_text())
+    except (OSError, UnicodeDecodeError) as err:
+        raise PlanError("plan-unreadable", f"cannot read the plan {path}", why=str(err)) from err
+
+
+def _cluster(targets: Targets | None, cluster: StrPath | Cluster | None) -> Cluster:
+    from plait.cost_models.catalogue import cluster_for
+    from plait.cost_models.cluster_file import load_cluster
+
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is not None:
+        return load_cluster(Path(cluster))
+    assert targets is not None
+    parts = [targets] if isinstance(targets, str | Target) else list(targets)
+    parsed = [target for part in parts for target in ([part] if isinstance(part, Target) else parse_targets(part))]
+    return cluster_for(parsed)
+
+
+def _workload(workload: str | Workload | None, context: int | None, concurrency: int | None) -> Workload:
+    if isinstance(workload, str) and workload not in WORKLOADS:
+        raise UsageError(
+            "workload-unknown",
+            f"no workload {workload!r}",
+            why="known: " + ", ".join(WORKLOADS),
+            hint=did_you_mean(workload, WORKLOADS),
+        )
+    chosen = WORKLOADS[workload or "chat"] if isinstance(workload, str | None) else workload
+    if context is not None:
+        if context < 2:
+            raise UsageError("context", f"a context of {context} tokens is too short", why="prompt and output need 2")
+        prompt = min(context - 1, chosen.prompt_tokens * context // chosen.context_tokens or 1)
+        chosen = replace(chosen, prompt_tokens=prompt, output_tokens=context - prompt)
+    if concurrency is not None:
+        if concurrency < 1:
+            raise UsageError("concurrency", f"a concurrency of {concurrency} asks for nothing")
+        chosen = replace(chosen, concurrency=concurrency)
+    return chosen
+
+
+def _no_progress(phase: str, done: int, total: int) -> None:
+    """The default: silent."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what it was made from."""
+
+    checkpoint: Checkpoint
+    module: ModuleOp
+    plan: Plan
+
+
+def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backends: bool = False) -> Planned:
+    """Read, lower, plan. With `check_backends` the planner is handed what each backend says about the module; that may
+    import torch or JAX, so a mere plan goes without."""
+    from plait.cost_models.profile import profile
+    from plait.frontend.checkpoint import open_checkpoint
+    from plait.frontend.lower import lower
+    from plait.partitioner import Problem, evaluate, solve
+
+    progress("read", 0, 1)
+    checkpoint = open_checkpoint(asked.model, asked.config)
+    progress("lower", 0, 1)
+    module = lower(checkpoint, asked.dtype)
+    progress("plan", 0, 1)
+    problem = Problem(
+        profile=profile(module),
+        cluster=asked.cluster,
+        workload=asked.workload,
+        objective=asked.objective,
+        layers=asked.layers,
+        pins=asked.pins,
+        forbidden_cuts=asked.forbidden_cuts,
+        capabilities=_capabilities(asked.cluster, module) if check_backends else {},
+    )
+    return Planned(checkpoint, module, solve(problem) if asked.plan is None else evaluate(problem, asked.plan))
+
+
+def _capabilities(cluster: Cluster, module: ModuleOp) -> dict[str, Any]:
+    from plait.registry import load_backend
+
+    answers: dict[tuple[str, str], Any] = {}
+    for device in cluster.devices:
+        kind = (device.backend, device.arch)
+        if kind not in answers:
+            answers[kind] = load_backend(device.backend).capability(f"{device.backend}:{device.arch}", module)
+    return {device.id: answers[device.backend, device.arch] for device in cluster.devices}
+
+
+def plan(model: StrPath, targets: Targets | None = None, **options: Any) -> Plan:
+    """The best plan, predicted. Reads no weights and imports neither torch nor JAX.
+
+    Args:
+        model, targets, options: as `request` says.
+
+    Raises:
+        FitError: with needed, free and short-by bytes per device.
+    """
+    return make_plan(request(model, targets, **options)).plan
+
+
+def compile_artifact(
+    model: StrPath,
+    targets: Targets | None = None,
+    *,
+    output: StrPath,
+    embed_weights: bool = False,
+    dump_ir: StrPath | None = None,
+    progress: Progress = _no_progress,
+    **options: Any,
+) -> artifacts.Artifact:
+    """Compile a checkpoint to an artifact directory, without starting it.
+
+    Args:
+        output: the directory to write; replaced when it is an artifact already.
+        embed_weights: copy each slice's bytes into the artifact instead of referring to the checkpoint.
+        dump_ir: a directory for the module after every phase.
+        progress: see `Progress`.
+        model, targets, options: as `request` says.
+    """
+    from plait.assemble import assemble
+
+    asked = request(model, targets, **options)
+    planned = make_plan(asked, progress, check_backends=True)
+    dump = None if dump_ir is None else Path(dump_ir)
+    return assemble(planned, Path(output), embed_weights=embed_weights, dump_ir=dump, progress=progress)
+
+
+def compile(
+    model: StrPath, targets: Targets | None = None, *, output: StrPath | None = None, **options: Any
+) -> Pipeline:
+    """Compile a checkpoint and start the pipeline.
+
+        pipe = plait.compile("model.safetensors", targets=["h100", "mi300"], dtype="float32")
+        pipe.generate("Hello", max_tokens=32)
+
+    Without `output` the artifact lives as long as the pipeline. `run` holds options of `open`; the others are those of
+    `compile_artifact`.
+    """
+    run = options.pop("run", {})
+    if output is not None:
+        return open(compile_artifact(model, targets, output=output, **options).folder, **run)
+    folder = tempfile.mkdtemp(prefix="plait-")
+    try:
+        made = compile_artifact(model, targets, output=Path(folder) / "model.plait", **options)
+        return open(made.folder, on_close=lambda: shutil.rmtree(folder, ignore_errors=True), **run)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def open(path: StrPath, **options: Any) -> Pipeline:
+    """Check an artifact, start a worker per slice, and return the pipeline. Options are those of `Pipeline.open`."""
+    from plait.text import Pipeline
+
+    return Pipeline.open(path, **options)

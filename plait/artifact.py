@@ -1,0 +1,155 @@
+"""The artifact: the directory that compile writes and open checks.
+
+    model.plait/  manifest.json  plan.yaml  module.mlir  report.html  tokenizer.json  generation.json
+                  slices/0-h100/  slice.mlir  weights.json  report.json  and what the backend adds
+
+Nothing half-written survives: everything goes to a temporary directory beside the target, renamed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from plait.errors import ArtifactError, UserError
+from plait.spec import FORMAT_VERSION, Manifest, Plan, from_dict, from_yaml, to_json
+
+MANIFEST = "manifest.json"
+OLDEST_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact whose files match their digests."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def plan(self) -> Plan:
+        return from_yaml(Plan, (self.folder / "plan.yaml").read_text())
+
+    @property
+    def weight_root(self) -> Path:
+        """Where the weight files lie, absolute."""
+        return (self.folder / self.manifest.weight_root).resolve()
+
+
+def sha256(path: Path) -> str:
+    """`sha256:...` of a file's bytes."""
+    with path.open("rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A temporary directory that takes the place of `target` when the block ends well, and vanishes when it does not.
+
+    Raises:
+        UserError: `output-exists`: the target is there and is not an artifact; it is left alone.
+    """
+    target = target.absolute()
+    if target.exists() and not (target.is_dir() and ((target / MANIFEST).is_file() or not any(target.iterdir()))):
+        raise UserError("output-exists", f"{target} exists and is not an artifact", hint="choose another -o/--output")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as err:
+        raise UserError("output-unwritable", f"cannot write {target}", why=str(err)) from err
+    old = folder.with_name(folder.name + ".old")
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` with the digest of every file in the folder."""
+    files = {
+        path.relative_to(folder).as_posix(): sha256(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    (folder / MANIFEST).write_text(to_json(replace(manifest, files=files)) + "\n")
+
+
+def read_artifact(path: str | os.PathLike[str]) -> Artifact:
+    """Check and read an artifact.
+
+    Raises:
+        ArtifactError: not an artifact, another format version, or files that are missing, added or changed; names them.
+    """
+    folder = Path(path)
+    if not (folder / MANIFEST).is_file():
+        what = f"{folder} does not exist" if not folder.exists() else f"{folder} is not an artifact"
+        raise ArtifactError(
+            "not-an-artifact", what, why=f"no {MANIFEST} in it", hint="make one with: plait compile MODEL --targets ..."
+        )
+    try:
+        data = json.loads((folder / MANIFEST).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise ArtifactError("manifest", f"{folder / MANIFEST} is not valid JSON", why=str(err)) from err
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if not isinstance(version, int) or not OLDEST_FORMAT <= version <= FORMAT_VERSION:
+        raise ArtifactError(
+            "format-version",
+            f"{folder} has format version {version}",
+            why=f"this plait reads versions {OLDEST_FORMAT} to {FORMAT_VERSION}",
+            hint="compile the model again",
+        )
+    manifest = from_dict(Manifest, data, "manifest")
+    _check_files(folder, manifest)
+    return Artifact(folder, manifest)
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST}
+    problems = [f"{name} is missing" for name in sorted(manifest.files.keys() - present)]
+    problems += [f"{name} is not part of it" for name in sorted(present - manifest.files.keys())]
+    problems += [
+        f"{name} has changed"
+        for name in sorted(present & manifest.files.keys())
+        if sha256(folder / name) != manifest.files[name]
+    ]
+    if problems:
+        raise ArtifactError(
+            "artifact-changed",
+            f"{folder} is not what compile wrote: " + "; ".join(problems[:5]),
+            why=f"{len(problems)} files differ from the digests in {MANIFEST}",
+            hint="compile again; to run an edited plan: plait compile MODEL --plan plan.yaml",
+        )
+
+
+def check_weights(artifact: Artifact) -> None:
+    """The checkpoint's files are there and of the size the artifact was compiled from.
+
+    Raises:
+        ArtifactError: names the file and what differs.
+    """
+    for name, (size, _) in artifact.manifest.weights.items():
+        path = artifact.weight_root / name
+        if not path.is_file():
+            raise ArtifactError(
+                "weights-missing",
+                f"the weights {path} are not there",
+                why="an artifact refers to the checkpoint's bytes where they lie",
+                hint="put the checkpoint back, name its folder with --weights, or compile with --embed-weights",
+            )
+        if path.stat().st_size != size:
+            raise ArtifactError(
+                "weights-changed",
+                f"{path} has {path.stat().st_size} bytes, but {size} when it was compiled",
+                hint="compile again",
+            )

@@ -1,0 +1,177 @@
+"""From a plan to an artifact: cut, run the passes, let each backend compile its slice, write everything, seal it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plait import artifact as artifacts
+from plait.backends.base import CompileOptions
+from plait.backends.weights import copy_bytes, write_refs
+from plait.errors import CheckpointError, UserError
+from plait.ir import kv_layouts, print_module, signature, weights
+from plait.ir.cover import cover
+from plait.ir.module import boundary
+from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
+from plait.registry import entry, load_backend
+from plait.report import render_report
+from plait.spec import Device, Manifest, ManifestSlice, PlannedSlice, WeightRef, digest, to_yaml
+
+if TYPE_CHECKING:
+    from xdsl.dialects.builtin import ModuleOp
+
+    from plait.api import Planned
+
+Progress = Callable[[str, int, int], None]
+
+#: Bounds of one batch. A step of 512 prefill tokens keeps decode steps of other requests from waiting long.
+OPTIONS = CompileOptions(max_step_tokens=512, max_sequences=64)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One slice on its way: where it goes and its module after the passes."""
+
+    index: int
+    planned: PlannedSlice
+    device: Device
+    module: ModuleOp
+
+    @property
+    def folder(self) -> str:
+        return f"slices/{self.index}-{self.device.name}"
+
+
+def assemble(
+    planned: Planned, output: Path, *, embed_weights: bool, dump_ir: Path | None, progress: Progress
+) -> artifacts.Artifact:
+    """Write the artifact of a plan.
+
+    Raises:
+        CheckpointError: the checkpoint has no weights (it was a config.json alone).
+        UnsupportedError: a backend refuses an op.
+    """
+    checkpoint, plan = planned.checkpoint, planned.plan
+    if checkpoint.weights is None:
+        raise CheckpointError(
+            "no-weights",
+            f"{checkpoint.name} has a config but no weights",
+            why="compile refers to the bytes of the weights",
+            hint="name the .safetensors file or its directory; `plait plan` needs no weights",
+        )
+    if dump_ir is not None:
+        dump_ir.mkdir(parents=True, exist_ok=True)
+        (dump_ir / "module.mlir").write_text(print_module(planned.module))
+    progress("slice", 0, len(plan.slices))
+    cuts = _cut(planned, dump_ir)
+    with artifacts.staged(output) as folder:
+        module_text = print_module(planned.module)
+        (folder / "module.mlir").write_text(module_text)
+        (folder / "plan.yaml").write_text(to_yaml(plan))
+        _write_text_files(planned, folder)
+        made = []
+        for cut in cuts:
+            progress("compile", cut.index, len(cuts))
+            made.append(_compile(cut, planned, folder, checkpoint.weights, embed_weights))
+        progress("write", len(cuts), len(cuts))
+        manifest = _manifest(planned, made, module_text)
+        if embed_weights:
+            manifest = replace(manifest, weight_root=".", weights={})
+        else:
+            root = os.path.relpath(checkpoint.root, output.absolute())
+            manifest = replace(manifest, weight_root=root, weights=dict(checkpoint.files))
+        (folder / "report.html").write_text(render_report(plan, manifest))
+        artifacts.seal(folder, manifest)
+    return artifacts.read_artifact(output)
+
+
+def _cut(planned: Planned, dump_ir: Path | None) -> list[_Cut]:
+    plan = planned.plan
+    devices = {device.id: device for device in plan.cluster.devices}
+    modules = slice_modules(planned.module, [item.blocks for item in plan.slices])
+    assert planned.checkpoint.weights is not None
+    cover(modules, set(weights(planned.module)))
+    cuts = []
+    for index, (item, module) in enumerate(zip(plan.slices, modules, strict=True)):
+        device = devices[item.devices[0]]
+        run_passes(module, SLICE_PIPELINE, dump_ir, f"slice{index}-{device.name}")
+        cuts.append(_Cut(index, item, device, module))
+    return cuts
+
+
+def _compile(
+    cut: _Cut, planned: Planned, folder: Path, refs: dict[str, WeightRef], embed_weights: bool
+) -> ManifestSlice:
+    device, module = cut.device, cut.module
+    backend, target = load_backend(device.backend), f"{device.backend}:{device.arch}"
+    options = replace(OPTIONS, page_tokens=planned.plan.page_tokens)
+    compiled = backend.compile(module, target, options)
+    capability = backend.capability(target)
+    here = folder / cut.folder
+    here.mkdir(parents=True)
+    (here / "slice.mlir").write_text(print_module(module))
+    needed = [refs[name] for name in weights(module)]
+    if embed_weights:
+        needed = copy_bytes(needed, planned.checkpoint.root, here / "weights.bin", f"{cut.folder}/weights.bin")
+    write_refs(here / "weights.json", needed)
+    report = {"device": device.name, "target": target, "runs_on": capability.runs_on, **compiled.report}
+    (here / "report.json").write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
+    for name, data in compiled.files.items():
+        if Path(name).name != name or (here / name).exists():
+            raise UserError("backend-file", f"backend {backend.name} names a file {name!r} that is not its own")
+        (here / name).write_bytes(data)
+    sig = signature(module)
+    return ManifestSlice(
+        folder=cut.folder,
+        device=device.name,
+        backend=device.backend,
+        entry=entry(device.backend),
+        target=target,
+        environment=capability.environment,
+        runs_on=capability.runs_on,
+        blocks=cut.planned.blocks,
+        inputs=tuple(boundary(name, value) for name, value in sig.inputs.items()),
+        outputs=tuple(boundary(name, value) for name, value in sig.outputs.items()),
+        kv=kv_layouts(module, planned.plan.page_tokens),
+        dtype=planned.plan.dtype,
+    )
+
+
+def _write_text_files(planned: Planned, folder: Path) -> None:
+    """tokenizer.json as it is, and what generation needs to know."""
+    checkpoint = planned.checkpoint
+    if checkpoint.tokenizer is not None:
+        (folder / "tokenizer.json").write_bytes(checkpoint.tokenizer.read_bytes())
+    generation = {"chat_template": checkpoint.chat_template}
+    (folder / "generation.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def _manifest(planned: Planned, slices: Sequence[ManifestSlice], module_text: str) -> Manifest:
+    from plait import __version__
+
+    checkpoint, plan = planned.checkpoint, planned.plan
+    vocabulary = slices[-1].outputs[0].shape[-1]
+    assert vocabulary is not None
+    assert plan.prediction is not None
+    pages = -(-plan.workload.context_tokens // plan.page_tokens)
+    return Manifest(
+        model=checkpoint.name,
+        family=checkpoint.family,
+        plait_version=__version__,
+        vocab_size=vocabulary,
+        max_positions=checkpoint.max_positions,
+        dtype=plan.dtype,
+        page_tokens=plan.page_tokens,
+        max_sequences=OPTIONS.max_sequences,
+        max_step_tokens=OPTIONS.max_step_tokens,
+        max_kv_tokens=plan.workload.concurrency * pages * plan.page_tokens,
+        plan_digest=digest(plan),
+        module_digest=digest(module_text),
+        slices=tuple(slices),
+        eos_token_ids=checkpoint.eos_token_ids,
+        bos_token_id=checkpoint.bos_token_id,
+    )

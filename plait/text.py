@@ -1,0 +1,185 @@
+"""The pipeline that speaks text: the runtime's token-level pipeline with the model's tokenizer in front."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
+
+from plait import artifact as artifacts
+from plait.errors import UnsupportedError, UsageError
+from plait.frontend.tokenizer import Tokenizer
+from plait.runtime.pipeline import Pipeline as TokenPipeline
+from plait.runtime.sampler import SamplingParams
+from plait.spec import Manifest, Plan
+
+if TYPE_CHECKING:
+    from plait.backends.base import Array
+
+Ids = Sequence[int]
+Message = Mapping[str, str]
+
+
+class Pipeline:
+    """A running pipeline: one worker per slice, weights loaded. Close it, or use it as a context manager."""
+
+    def __init__(
+        self, artifact: artifacts.Artifact, pipeline: TokenPipeline, on_close: Callable[[], None] | None = None
+    ) -> None:
+        self._artifact, self._pipeline, self._on_close = artifact, pipeline, on_close
+        self._tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        on_close: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Check the artifact, then start the workers side by side.
+
+        Args:
+            path: an artifact that `compile` wrote.
+            weights: the checkpoint's folder, where it has moved since.
+            on_close: called once, after the workers have ended.
+            options: those of `plait.runtime.pipeline.Pipeline.open`: threads, share_workers, in_process, debug,
+                timeout_s, in_flight, pythons.
+        """
+        artifact = artifacts.read_artifact(path)
+        if weights is not None:
+            moved = replace(artifact.manifest, weight_root=os.path.relpath(weights, artifact.folder))
+            artifact = replace(artifact, manifest=moved)
+        artifacts.check_weights(artifact)
+        return cls(artifact, TokenPipeline.open(artifact.manifest, artifact.folder, **options), on_close)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan it was compiled from."""
+        return self._artifact.plan
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._artifact.manifest
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises CheckpointError when the checkpoint had none."""
+        if self._tokenizer is None:
+            generation = json.loads((self._artifact.folder / "generation.json").read_text())
+            self._tokenizer = Tokenizer.open(
+                self._artifact.folder / "tokenizer.json",
+                chat_template=generation["chat_template"],
+                bos_token_id=self.manifest.bos_token_id,
+                eos_token_ids=self.manifest.eos_token_ids,
+            )
+        return self._tokenizer
+
+    @overload
+    def generate(self, prompts: str, max_tokens: int = ..., **sampling: Any) -> str: ...
+    @overload
+    def generate(self, prompts: Sequence[str] | Sequence[Ids], max_tokens: int = ..., **sampling: Any) -> list[str]: ...
+    @overload
+    def generate(self, prompts: Ids, max_tokens: int = ..., **sampling: Any) -> str: ...
+
+    def generate(self, prompts: Any, max_tokens: int = 64, *, chat: bool = False, **sampling: Any) -> str | list[str]:
+        """Continue a prompt, or several at once.
+
+        Args:
+            prompts: a string, token ids, or a list of either: a string in gives a string, a list gives a list.
+            max_tokens: the most new tokens per prompt; generation ends before at an end-of-text token.
+            chat: put each string into the model's chat template as one user message first.
+            sampling: `temperature`, `top_k`, `top_p`, `seed`; greedy without them.
+
+        Returns:
+            The new text, without the prompt and without special tokens.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch = [prompts] if single else list(prompts)
+        ids = self.generate_ids([self.encode(prompt, chat=chat) for prompt in batch], max_tokens, **sampling)
+        texts = [self.tokenizer.decode(new) for new in ids]
+        return texts[0] if single else texts
+
+    def generate_ids(self, prompts: Sequence[Ids], max_tokens: int = 64, **sampling: Any) -> list[list[int]]:
+        """Token ids in, new token ids out (with the end-of-text token where one ended it). Needs no tokenizer."""
+        params = _params(sampling)
+        return self._pipeline.generate_ids(
+            [list(ids) for ids in prompts], params=params, max_tokens=max_tokens, eos_ids=self.manifest.eos_token_ids
+        )
+
+    def stream(
+        self, prompt: str | Ids | Sequence[Message], max_tokens: int = 64, *, chat: bool = False, **sampling: Any
+    ) -> Iterator[str]:
+        """Yield text as it comes. Stopping the iteration cancels the request."""
+        request = self._pipeline.submit(
+            self.encode(prompt, chat=chat),
+            params=_params(sampling),
+            max_tokens=max_tokens,
+            eos_ids=self.manifest.eos_token_ids,
+        )
+        return self._pieces(request)
+
+    def _pieces(self, request: Any) -> Iterator[str]:
+        decoder = self.tokenizer.stream()
+        try:
+            for token in request:
+                piece = decoder.push(token)
+                if piece:
+                    yield piece
+            rest = decoder.finish()
+            if rest:
+                yield rest
+        finally:
+            request.cancel()
+
+    def encode(self, prompt: str | Ids | Sequence[Message], *, chat: bool = False) -> list[int]:
+        """Token ids of a prompt; of a chat, through the model's template."""
+        if isinstance(prompt, str) and not chat:
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat([dict(message) for message in prompt])  # type: ignore[call-overload]
+        ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+        wrong = [token for token in ids if not 0 <= token < self.manifest.vocab_size]
+        if wrong:
+            raise UsageError(
+                "token-range", f"token id {wrong[0]} is not in the vocabulary", why=f"{self.manifest.vocab_size} tokens"
+            )
+        return ids
+
+    def logits(self, ids: Ids) -> Array:
+        """float32 [len(ids), vocabulary]: the scores after every token of `ids`."""
+        return self._pipeline.logits(self.encode(ids))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: tokens, steps, per slice where it runs and how long it was busy."""
+        return self._pipeline.stats()
+
+    def close(self) -> None:
+        """End the workers. Idempotent."""
+        self._pipeline.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _params(sampling: Mapping[str, Any]) -> SamplingParams:
+    known = SamplingParams.__dataclass_fields__
+    unknown = sorted(sampling.keys() - known.keys())
+    if unknown:
+        raise UnsupportedError("sampling", f"no sampling option {unknown[0]!r}", why="known: " + ", ".join(known))
+    return SamplingParams(**sampling)
