@@ -30,7 +30,21 @@ _PUBLIC = {
     "Workload": "plait.spec",
 }
 
-__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+__all__ = [
+    "Cluster",
+    "Device",
+    "Pipeline",
+    "PlaitError",
+    "Plan",
+    "SamplingParams",
+    "Target",
+    "Workload",
+    "__version__",
+    "compile",
+    "compile_artifact",
+    "open",
+    "plan",
+]
 
 if TYPE_CHECKING:
     from plait.api import compile, compile_artifact, open, plan
