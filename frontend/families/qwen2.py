@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; a window on the blocks from `max_window_layers` on, or as `layer_types` say."""
+"""Qwen2 and Qwen2.5: biases on q, k and v; a window from block `max_window_layers` on, or where `layer_types` says."""
 
 from __future__ import annotations
 

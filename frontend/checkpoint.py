@@ -1,0 +1,312 @@
+"""Opening a checkpoint, in whatever form it lies there. Tensor data is not read.
+
+model.safetensors   model.safetensors.index.json   a directory   a hub cache folder   model.gguf   config.json alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plait.errors import CheckpointError, UnsupportedError, UsageError, did_you_mean
+from plait.frontend import safetensors
+from plait.frontend.config import DecoderConfig
+from plait.frontend.families import read_config
+from plait.frontend.files import TensorFiles, parse_json, read_json, some
+from plait.spec import WeightRef
+
+INDEX_SUFFIX = ".safetensors.index.json"
+OTHER_FORMATS = {
+    ".bin": "a pickle, which can run code when it is opened",
+    ".pt": "a pickle, which can run code when it is opened",
+    ".pth": "a pickle, which can run code when it is opened",
+    ".ckpt": "a pickle, which can run code when it is opened",
+    ".h5": "a Keras file",
+    ".msgpack": "a Flax file",
+    ".onnx": "an ONNX model, which plait does not read yet",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model as it lies on disk.
+
+    Attributes:
+        name: what to call it: the folder's or the file's name.
+        weights: byte range of every tensor by name; None where only a config.json was given.
+        files: size in bytes and digest of the header of every weights file, by absolute path.
+        dtype: the dtype the weights are meant to be computed in; float32 for quantised files, which it holds exactly.
+        tokenizer: a tokenizer.json, or the GGUF file that carries one; None where there is none.
+        tokenizer_config: names of special tokens and `chat_template`, as tokenizer_config.json says them.
+        generation: what generation_config.json says.
+    """
+
+    name: str
+    config: DecoderConfig
+    weights: dict[str, WeightRef] | None
+    files: dict[str, tuple[int, str]]
+    dtype: str
+    tokenizer: Path | None = None
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def family(self) -> str:
+        return self.config.family
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_positions
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self.tokenizer_config.get("chat_template")
+        return template if isinstance(template, str) else None
+
+
+def open_checkpoint(path: Path | str, config: Path | str | None = None) -> Checkpoint:
+    """Read everything about a checkpoint but its tensors' data.
+
+    Args:
+        path: a `.safetensors` or `.gguf` file, a `*.safetensors.index.json`, a directory that holds such, the cache
+            folder of a model of the hub, or a config.json (to plan without weights).
+        config: the config.json to use instead of the one beside the weights.
+
+    Raises:
+        CheckpointError, UnsupportedError: naming the file and what is wrong with it.
+    """
+    found = _find(Path(path).absolute())
+    override = None if config is None else Path(config).absolute()
+    return _OPENERS[found.suffix](found, override)
+
+
+def _find(path: Path) -> Path:
+    """The one file that stands for the checkpoint."""
+    if path.is_dir():
+        return _find_in(_snapshot(path))
+    if not path.exists():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise CheckpointError("checkpoint-missing", f"there is no {path}", hint=did_you_mean(path.name, siblings))
+    if path.suffix in OTHER_FORMATS:
+        raise UnsupportedError(
+            "checkpoint-format",
+            f"{path} is not read",
+            why=f"it is {OTHER_FORMATS[path.suffix]}",
+            hint="save the model as safetensors: `model.save_pretrained(DIR, safe_serialization=True)`",
+        )
+    if path.suffix not in _OPENERS:
+        raise UnsupportedError(
+            "checkpoint-format",
+            f"{path} is not a checkpoint that plait knows",
+            why=f"known are {', '.join(_OPENERS)} and directories",
+        )
+    return path
+
+
+def _snapshot(folder: Path) -> Path:
+    """The snapshot that `refs/main` names, if this is a folder of the hub's cache; otherwise the folder itself."""
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir():
+        return folder
+    ref = folder / "refs" / "main"
+    if ref.is_file():
+        revision = ref.read_text().strip()
+        if "/" in revision or not (snapshots / revision).is_dir():
+            raise CheckpointError(
+                "checkpoint-snapshot",
+                f"{folder} has no snapshot {revision!r}, which its refs/main names",
+                hint="download the model again",
+            )
+        return snapshots / revision
+    revisions = sorted(entry.name for entry in snapshots.iterdir() if entry.is_dir())
+    if len(revisions) != 1:
+        raise CheckpointError(
+            "checkpoint-ambiguous",
+            f"{folder} has {len(revisions)} snapshots and no refs/main",
+            hint="give the path of one: " + some(revisions),
+        )
+    return snapshots / revisions[0]
+
+
+def _find_in(folder: Path) -> Path:
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    singles = [name for name in names if name == "model.safetensors"]
+    # Repositories carry other formats beside the standard one (consolidated.safetensors); the standard names win.
+    candidates = indexes + singles or [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    if len(candidates) > 1:
+        raise CheckpointError(
+            "checkpoint-ambiguous",
+            f"{folder} holds several checkpoints: {some(candidates)}",
+            why="they may be shards whose index is missing" if not indexes else "",
+            hint="give the path of one of them",
+        )
+    if candidates:
+        return folder / candidates[0]
+    others = [name for name in names if Path(name).suffix in OTHER_FORMATS]
+    if others:
+        return _find(folder / others[0])
+    if "config.json" in names:
+        return folder / "config.json"
+    raise CheckpointError(
+        "checkpoint-missing",
+        f"{folder} holds no checkpoint",
+        why="looked for *.safetensors, an index, *.gguf and config.json",
+        hint="did the download finish?",
+    )
+
+
+def _open_safetensors(path: Path, override: Path | None) -> Checkpoint:
+    index = _index_of(path)
+    if index is not None:
+        raise CheckpointError(
+            "checkpoint-shard",
+            f"{path.name} is one shard of a larger checkpoint",
+            why=f"{index.name} beside it lists it",
+            hint=f"give {index.parent} or the index instead",
+        )
+    beside = path.parent / "config.json"
+    if override is None and not beside.is_file():
+        tensors = safetensors.read_file(path)
+        config = read_config(*_config_in_metadata(path, tensors.metadata))
+        return _checkpoint(path, path.parent, config, tensors)
+    # The config first: what is no supported model is refused as such, not by the dtype of one of its tensors.
+    config = _read_config_file(override or beside)
+    return _checkpoint(path, (override or beside).parent, config, safetensors.read_file(path))
+
+
+def _index_of(path: Path) -> Path | None:
+    """An index beside the file that lists it as a shard."""
+    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}")):
+        shards = read_json(index).get("weight_map")
+        if isinstance(shards, dict) and path.name in shards.values():
+            return index
+    return None
+
+
+def _config_in_metadata(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], str]:
+    if "config" not in metadata:
+        raise CheckpointError(
+            "config-missing",
+            f"{path} has no config.json beside it and none in its metadata",
+            why="head counts, the rope base and the norm's epsilon cannot be told from the shapes of tensors",
+            hint="--config path/to/config.json",
+        )
+    source = f"the config in the metadata of {path}"
+    return parse_json(metadata["config"].encode(), source), source
+
+
+def _open_json(path: Path, override: Path | None) -> Checkpoint:
+    if path.name.endswith(INDEX_SUFFIX):
+        beside = override or path.parent / "config.json"
+        if not beside.is_file():
+            raise CheckpointError("config-missing", f"there is no {beside}", hint="--config path/to/config.json")
+        config = _read_config_file(beside)
+        return _checkpoint(path, beside.parent, config, safetensors.read_index(path))
+    if override is not None:
+        raise UsageError("config-twice", f"--config was given, and the model {path} is a config itself")
+    return _checkpoint(path, path.parent, _read_config_file(path), None)
+
+
+def _open_gguf(path: Path, override: Path | None) -> Checkpoint:
+    from plait.frontend.gguf import read_gguf
+    from plait.frontend.gguf_tokenizer import tokenizer_config
+
+    if override is not None:
+        raise UsageError("config-twice", f"--config was given, and {path.name} carries its own config")
+    file = read_gguf(path)
+    config = read_config(file.config, f"the metadata of {path}")
+    assert config.dtype is not None, "read_gguf states the dtype"
+    return Checkpoint(
+        name=path.stem,
+        config=config,
+        weights=file.tensors.weights,
+        files=file.tensors.files,
+        dtype=config.dtype,
+        tokenizer=path if "tokenizer.ggml.model" in file.metadata else None,
+        tokenizer_config=tokenizer_config(file.metadata),
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=config.eos_token_ids,
+    )
+
+
+_OPENERS: dict[str, Callable[[Path, Path | None], Checkpoint]] = {
+    ".safetensors": _open_safetensors,
+    ".json": _open_json,
+    ".gguf": _open_gguf,
+}
+
+
+def _read_config_file(path: Path) -> DecoderConfig:
+    return read_config(read_json(path), str(path))
+
+
+def _checkpoint(path: Path, config_folder: Path, config: DecoderConfig, tensors: TensorFiles | None) -> Checkpoint:
+    """Put together what lies beside the weights, or else beside the config."""
+    folders = dict.fromkeys((path.parent, config_folder))
+
+    def beside(name: str) -> Path | None:
+        return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+    generation_file, tokenizer_file = beside("generation_config.json"), beside("tokenizer_config.json")
+    generation = read_json(generation_file) if generation_file else {}
+    tokenizer_config = read_json(tokenizer_file) if tokenizer_file else {}
+    template_file = beside("chat_template.jinja")
+    template = template_file.read_text() if template_file else _default_template(tokenizer_config.get("chat_template"))
+    tokenizer_config = {key: value for key, value in tokenizer_config.items() if key != "chat_template"}
+    if template is not None:
+        tokenizer_config["chat_template"] = template
+    return Checkpoint(
+        name=_name(path),
+        config=config,
+        weights=None if tensors is None else tensors.weights,
+        files={} if tensors is None else tensors.files,
+        dtype=config.dtype or _stored_dtype(path, tensors),
+        tokenizer=beside("tokenizer.json"),
+        tokenizer_config=tokenizer_config,
+        generation=generation,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=_token_ids(generation.get("eos_token_id"), generation_file) or config.eos_token_ids,
+    )
+
+
+def _name(path: Path) -> str:
+    """The folder's name for the standard file names, otherwise the file's."""
+    if path.parent.parent.name == "snapshots":
+        return path.parent.parent.parent.name.removeprefix("models--").replace("--", "/")
+    standard = path.name in ("model.safetensors", "config.json") or path.name.endswith(INDEX_SUFFIX)
+    return path.parent.name if standard and path.parent.name else path.stem
+
+
+def _default_template(value: Any) -> str | None:
+    """One template, or the one named `default` of a list."""
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _token_ids(value: Any, source: Path | None) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(item) is int and item >= 0 for item in ids):
+        raise CheckpointError("config-type", f"{source}: 'eos_token_id' is {value!r:.100}, expected token ids")
+    return tuple(ids)
+
+
+def _stored_dtype(path: Path, tensors: TensorFiles | None) -> str:
+    """The one dtype that all matrices are stored in, for configs that do not say."""
+    encodings = {ref.encoding for ref in tensors.weights.values() if len(ref.shape) > 1} if tensors else set()
+    if len(encodings) != 1:
+        raise CheckpointError(
+            "config-key-missing",
+            f"the config of {path} does not say its dtype",
+            why=f"the weights are stored as {', '.join(sorted(encodings))}"
+            if encodings
+            else "there are no weights to ask",
+            hint='add "dtype": "bfloat16", or what the model was made for',
+        )
+    return str(encodings.pop())

@@ -1,0 +1,120 @@
+"""A checkpoint to a module of the IR, and the proof that the two cover each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from xdsl.dialects.builtin import ModuleOp, TensorType
+
+from plait.errors import CheckpointError
+from plait.frontend.checkpoint import Checkpoint
+from plait.frontend.families import family
+from plait.frontend.families.decoder import EMBEDDING, LM_HEAD
+from plait.frontend.files import some, unreadable
+from plait.ir import weights
+from plait.spec import WeightRef
+
+_COMPARE_BYTES = 1 << 24
+
+
+def lower(checkpoint: Checkpoint, dtype: str | None = None) -> ModuleOp:
+    """The module of the whole model, in `dtype` (default: the checkpoint's). Where there are weights they are checked.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is used by no op, by name.
+    """
+    module = family(checkpoint.family).build(checkpoint.config, dtype or checkpoint.dtype)
+    if checkpoint.weights is not None:
+        unused_tensors(checkpoint, module)
+    return module
+
+
+def unused_tensors(checkpoint: Checkpoint, module: ModuleOp) -> dict[str, str]:
+    """Tensors of the checkpoint that no op of the module needs, with the reason. Every other tensor is used, with the
+    shape that the config says.
+
+    Raises:
+        CheckpointError: as `lower` says.
+    """
+    stored = checkpoint.weights or {}
+    needed = {name: _shape(op.result.type) for name, op in weights(module).items()}
+    _check_missing(checkpoint, stored, needed)
+    _check_shapes(stored, needed)
+    harmless = family(checkpoint.family).harmless
+    reasons: dict[str, str] = {}
+    for name in stored.keys() - needed.keys():
+        if checkpoint.config.tied and name == LM_HEAD:
+            _check_tied(stored[EMBEDDING], stored[LM_HEAD])
+            reasons[name] = f"tied: equal to {EMBEDDING}"
+        elif reason := next((why for pattern, why in harmless.items() if re.fullmatch(pattern, name)), None):
+            reasons[name] = reason
+    if strange := stored.keys() - needed.keys() - reasons.keys():
+        raise CheckpointError(
+            "tensor-unused",
+            f"{checkpoint.name} holds {len(strange)} tensors that no op of a {checkpoint.family} uses: {some(strange)}",
+            why="a tensor that is left out in silence changes the model",
+            hint="does the config belong to these weights?",
+        )
+    return reasons
+
+
+def _shape(kind: object) -> tuple[int, ...]:
+    assert isinstance(kind, TensorType)
+    return tuple(kind.get_shape())
+
+
+def _check_missing(
+    checkpoint: Checkpoint, stored: Mapping[str, WeightRef], needed: Mapping[str, tuple[int, ...]]
+) -> None:
+    if missing := needed.keys() - stored.keys():
+        raise CheckpointError(
+            "tensor-missing",
+            f"{checkpoint.name} lacks {len(missing)} tensors that its config asks for: {some(missing)}",
+            why="a weight without a source would be random",
+            hint='if the logits use the embedding, the config says "tie_word_embeddings": true'
+            if missing == {LM_HEAD}
+            else "does the config belong to these weights?",
+        )
+
+
+def _check_shapes(stored: Mapping[str, WeightRef], needed: Mapping[str, tuple[int, ...]]) -> None:
+    wrong = sorted(name for name, shape in needed.items() if stored[name].shape != shape)
+    if wrong:
+        first = wrong[0]
+        raise CheckpointError(
+            "tensor-shape",
+            f"{len(wrong)} tensors have another shape than the config says: {some(wrong)}",
+            why=f"{first!r} is {list(stored[first].shape)} in the file and {list(needed[first])} by the config",
+            hint="does the config belong to these weights? check head_dim, heads and vocab_size",
+        )
+
+
+def _check_tied(embedding: WeightRef, head: WeightRef) -> None:
+    """A file may hold both names of a tied table; then they must be one table."""
+    if (embedding.shape, embedding.encoding) != (head.shape, head.encoding) or not _equal_bytes(embedding, head):
+        raise CheckpointError(
+            "tied-differ",
+            f"the config ties the logits to the embedding, but {LM_HEAD!r} in the file is another table",
+            why="one of the two says something else about the model",
+            hint='if the model is not tied, set "tie_word_embeddings": false',
+        )
+
+
+def _equal_bytes(a: WeightRef, b: WeightRef) -> bool:
+    if (a.file, a.offset, a.nbytes) == (b.file, b.offset, b.nbytes):
+        return True
+    for start in range(0, a.nbytes, _COMPARE_BYTES):
+        count = min(_COMPARE_BYTES, a.nbytes - start)
+        if not np.array_equal(_bytes(a, start, count), _bytes(b, start, count)):
+            return False
+    return True
+
+
+def _bytes(ref: WeightRef, start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    try:
+        return np.fromfile(ref.file, np.uint8, count=count, offset=ref.offset + start)
+    except OSError as err:
+        raise unreadable(Path(ref.file), err) from err
