@@ -1,0 +1,100 @@
+"""A table of emitters: what a backend can lower, and the one place that decides what it refuses.
+
+An emitter belongs to one op class and names the properties it implements. An op that carries any other property, or any
+attribute at all that is not a property, is refused before its emitter runs: nothing is dropped because nobody looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from xdsl.dialects.builtin import ModuleOp, TensorType
+from xdsl.ir import Attribute, Operation, SSAValue
+
+from plait.errors import PlaitError, UnsupportedError
+from plait.ir import ops as ops_of
+from plait.ir.ops import PlaitOp, WeightOp
+from plait.ir.types import DTYPES, dtype_name
+from plait.spec import Support
+
+Code = TypeVar("Code")
+Op = TypeVar("Op", bound=PlaitOp)
+
+#: Properties without an influence on numbers: where an op stands, and how its operands are grouped.
+_NEUTRAL = frozenset({"block", "operandSegmentSizes"})
+
+
+class Lowering(Generic[Code]):
+    """Op class -> emitter. `Code` is what emitters return; they need neither a device nor weights."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._emitters: dict[type[PlaitOp], tuple[frozenset[str], Callable[[Any], Code]]] = {}
+
+    def emits(self, kind: type[Op], *properties: str) -> Callable[[Callable[[Op], Code]], Callable[[Op], Code]]:
+        """Register an emitter and the properties it implements."""
+
+        def register(emitter: Callable[[Op], Code]) -> Callable[[Op], Code]:
+            self._emitters[kind] = (frozenset(properties), emitter)
+            return emitter
+
+        return register
+
+    def emit(self, op: Operation) -> Code:
+        """Lower one op. Raises UnsupportedError naming the op, its block, the attribute and the value."""
+        if not isinstance(op, PlaitOp) or type(op) not in self._emitters:
+            raise refuse(op, why=f"{self.name} has no lowering for it")
+        known, emitter = self._emitters[type(op)]
+        for where in (op.properties, op.attributes):
+            for attribute, value in where.items():
+                if attribute not in known | _NEUTRAL:
+                    raise refuse(op, attribute, value, f"{self.name} does not know this attribute")
+        return emitter(op)
+
+    def supports(self, op: Operation) -> Support:
+        """Whether `emit` takes the op."""
+        try:
+            self.emit(op)
+        except UnsupportedError as err:
+            return Support(False, err.why or err.what)
+        return Support(True)
+
+    def refused(self, module: ModuleOp) -> dict[str, str]:
+        """Op (with block) -> why, for every op of the module that `emit` does not take."""
+        answers = {op_name(op): self.supports(op) for op in ops_of(module)}
+        return {name: answer.why for name, answer in answers.items() if not answer.ok}
+
+
+def op_name(op: Operation) -> str:
+    """`plait.attention (block 3)`."""
+    block = op.block_index if isinstance(op, PlaitOp) else None
+    return op.name if block is None else f"{op.name} (block {block})"
+
+
+def refuse(op: Operation, attribute: str = "", value: object = "", why: str = "") -> PlaitError:
+    """The error for an op, or for one attribute of it, that a lowering does not implement."""
+    what = f"{op_name(op)} is not supported"
+    cause = f"{attribute} = {value}: {why}" if attribute else why
+    return UnsupportedError("op-unsupported", what, why=cause, hint="place this block on another device")
+
+
+def operand_dtype(op: Operation, value: SSAValue, dtypes: tuple[str, ...] = tuple(DTYPES)) -> str:
+    """The compute dtype of a tensor operand. Raises UnsupportedError for one that is not in `dtypes`."""
+    kind = value.type.element_type if isinstance(value.type, TensorType) else value.type
+    return attribute_dtype(op, kind, dtypes)
+
+
+def attribute_dtype(op: Operation, kind: Attribute, dtypes: tuple[str, ...] = tuple(DTYPES)) -> str:
+    """The compute dtype's name of an element type. Raises UnsupportedError for one that is not in `dtypes`."""
+    name = dtype_name(kind) if kind in DTYPES.values() else str(kind)
+    if name not in dtypes:
+        raise refuse(op, "dtype", name, "implemented are " + ", ".join(dtypes))
+    return name
+
+
+def weight_name(op: Operation, value: SSAValue) -> str:
+    """The tensor of the checkpoint behind an operand. Raises UnsupportedError where it is computed."""
+    if not isinstance(value.owner, WeightOp):
+        raise refuse(op, "weight", value.type, "only tensors of the checkpoint are implemented as weights")
+    return value.owner.symbol.data
