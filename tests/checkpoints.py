@@ -1,0 +1,224 @@
+"""Tiny random checkpoints made with transformers' own classes, and what transformers says about them.
+
+The weights are drawn wide on purpose: with transformers' own initialisation attention is nearly uniform, and a wrong
+window, rope or bias moves the logits by less than a tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+VOCABULARY = 264
+"""256 bytes and the special tokens of `save_tokenizer`."""
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+OWN: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}}
+"""What a family needs beside BASE."""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save(
+    folder: Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    tokenizer: bool = False,
+    **config: Any,
+) -> Path:
+    """Write a random checkpoint of `family` as transformers saves it. Returns the folder.
+
+    Args:
+        dtype: of the stored weights.
+        max_shard_size: `"100KB"` gives shards and an index.
+        tokenizer: write a byte-level tokenizer and a chat template too.
+        config: overrides of BASE, in transformers' words.
+    """
+    import torch
+
+    model = _model_class(family)(_config(family, config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.copy_(noise * 0.3 + (0.0 if name.endswith("bias") else 1.0))
+            else:
+                parameter.copy_(noise * (1.0 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5))
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if tokenizer:
+        save_tokenizer(folder)
+    return folder
+
+
+def reference_logits(folder: Path, ids: list[int]) -> NDArray[np.float32]:
+    """[len(ids), vocabulary] float32: the scores after every token, by transformers in float32."""
+    import torch
+
+    with torch.no_grad():
+        logits = reference_model(folder)(torch.tensor([ids])).logits[0]
+    return np.asarray(logits.numpy(), np.float32)
+
+
+def reference_model(folder: Path) -> Any:
+    """transformers' model of a folder, in float32 with eager attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+def random_ids(count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(2, vocabulary, count)]
+
+
+def edit_config(folder: Path, **changes: Any) -> Path:
+    """Change config.json in place; a value of `...` removes the key. Returns the folder."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return folder
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """A byte-level tokenizer of 264 tokens (ids 0 to 3 special, 4 to 259 bytes, then merges) with a chat template.
+
+    It adds BOS (id 0) in front, as Llama's does.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
+    tokens = special + alphabet + ["".join(pair) for pair in merges]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_gguf(path: Path, folder: Path, quant: str = "Q8_0", metadata: dict[str, Any] | None = None) -> Path:
+    """A GGUF file of the Llama or Qwen2 checkpoint in `folder`, laid out as llama.cpp's converter does.
+
+    Args:
+        quant: type of the matrices; norms and biases are F32.
+        metadata: more keys, or other values for the usual ones; None removes a key.
+    """
+    from safetensors.numpy import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    architecture = config["model_type"]
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (_gguf_metadata(architecture, config) | (metadata or {})).items():
+        _add(writer, key, value)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        array = tensor.astype(np.float32)
+        if architecture == "llama" and "q_proj" in name:
+            array = _interleave(array, config["num_attention_heads"])
+        if architecture == "llama" and "k_proj" in name:
+            array = _interleave(array, config["num_key_value_heads"])
+        kind = gguf.GGMLQuantizationType[quant if array.ndim > 1 else "F32"]
+        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _config(family: str, overrides: dict[str, Any]) -> Any:
+    import transformers
+
+    kind = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config"}[family]
+    return getattr(transformers, kind)(**(BASE | OWN[family] | overrides))
+
+
+def _model_class(family: str) -> Any:
+    import transformers
+
+    kind = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}[family]
+    return getattr(transformers, kind)
+
+
+def _gguf_metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
+    own = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+    }
+    return {f"{architecture}.{key}": value for key, value in own.items()}
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+
+
+def _interleave(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows of each head from halves to pairs, as llama.cpp's converter permutes q and k of the llama architecture."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _gguf_name(name: str) -> str:
+    parts = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "model.layers.": "blk.",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    for theirs, ours in parts.items():
+        name = name.replace(theirs, ours)
+    return name
