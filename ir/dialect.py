@@ -7,14 +7,15 @@ from pathlib import Path
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import Builtin, ModuleOp
-from xdsl.dialects.func import Func
-from xdsl.ir import Dialect
+from xdsl.dialects.func import Func, FuncOp
+from xdsl.ir import Dialect, Operation
 from xdsl.parser import Parser
 from xdsl.printer import Printer
 from xdsl.utils.exceptions import ParseError, VerifyException
 
 from plait.errors import VerifyError
-from plait.ir.ops import OPS
+from plait.ir.convention import ConventionError, check_convention
+from plait.ir.ops import OPS, PlaitOp
 from plait.ir.types import BatchType, KVType
 
 Plait = Dialect("plait", list(OPS), [BatchType, KVType])
@@ -47,13 +48,66 @@ def parse_module(text: str, name: str = "<text>") -> ModuleOp:
 
 def read_module(path: Path) -> ModuleOp:
     """`parse_module` of a file."""
-    return parse_module(path.read_text(), path.name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as err:
+        raise VerifyError("ir-parse", f"{path.name} is not a plait module", why=str(err)) from err
+    return parse_module(text, path.name)
 
 
 def verify(module: ModuleOp, after: tuple[str, ...] = ()) -> None:
-    """Check every op. Raises VerifyError that shows the op; `after` names the passes that ran before."""
+    """Check every op and the rules of `@main`. Raises VerifyError that shows the op; `after` names the passes that ran
+    before."""
     try:
         module.verify()
+        check_convention(module)
     except VerifyException as err:
+        op = err.op if isinstance(err, ConventionError) else _culprit(module)
         ran = f" after the passes {', '.join(after)}" if after else ""
-        raise VerifyError("ir-verify", f"the module breaks a rule of the IR{ran}", why=str(err).strip()) from err
+        raise VerifyError(
+            "ir-verify", f"{describe(op)} breaks a rule of the IR{ran}", why=f"{_one_line(err)}\n    {show(op)}"
+        ) from err
+
+
+def describe(op: Operation) -> str:
+    """An op in a few words: `plait.linear of block 3`."""
+    if isinstance(op, ModuleOp | FuncOp):
+        return "@main" if isinstance(op, FuncOp) else "the module"
+    block = op.block_index if isinstance(op, PlaitOp) else None
+    return op.name if block is None else f"{op.name} of block {block}"
+
+
+def show(op: Operation) -> str:
+    """The op's (first) line as it stands in the text of its module."""
+    root = op.get_toplevel_object()
+    printer = _LinePrinter(io.StringIO(), wanted=op)
+    printer.print_op(root if isinstance(root, Operation) else op)
+    return printer.line
+
+
+class _LinePrinter(Printer):
+    """Values are numbered in the order of printing, so an op's own line is known only when its module is printed."""
+
+    def __init__(self, out: io.StringIO, wanted: Operation) -> None:
+        super().__init__(out)
+        self._out, self._wanted, self.line = out, wanted, ""
+
+    def print_op(self, op: Operation) -> None:
+        start = self._out.tell()
+        super().print_op(op)
+        if op is self._wanted:
+            self.line = self._out.getvalue()[start:].strip().split("\n", 1)[0]
+
+
+def _culprit(module: ModuleOp) -> Operation:
+    """The op that xDSL's verifier complains about: it says what is wrong, not where."""
+    for op in module.walk():
+        try:
+            op.verify(verify_nested_ops=False)
+        except VerifyException:
+            return op
+    return module
+
+
+def _one_line(err: Exception) -> str:
+    return " ".join(str(err).split())

@@ -7,18 +7,23 @@ backends call the tensors by.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xdsl.dialects.builtin import ArrayAttr, DictionaryAttr, ModuleOp, StringAttr, TensorType
 from xdsl.dialects.func import FuncOp, ReturnOp
-from xdsl.ir import BlockArgument, Operation, SSAValue
+from xdsl.ir import BlockArgument, SSAValue
+from xdsl.utils.exceptions import VerifyException
 
 from plait.ir.ops import AttentionOp, PlaitOp, WeightOp
 from plait.ir.types import BatchType, KVType, dtype_name
 from plait.spec import Boundary, KVLayout, kv_class
 
+#: Attribute of every argument and result of `@main`.
 NAME = "plait.name"
+#: Attribute of a module that is a slice: `"START:END of COUNT"`, its blocks and those of the whole model.
+SLICE = "plait.slice"
 
 
 @dataclass(frozen=True)
@@ -111,11 +116,30 @@ def weights(module: ModuleOp) -> dict[str, WeightOp]:
     return {op.symbol.data: op for op in ops(module) if isinstance(op, WeightOp)}
 
 
+def slice_of(module: ModuleOp) -> tuple[int, int, int] | None:
+    """The first block, the end and the whole model's count of blocks that `plait.slice` says; None of a whole model.
+
+    Raises VerifyException where the attribute says something else.
+    """
+    declared = module.attributes.get(SLICE)
+    if declared is None:
+        return None
+    text = declared.data if isinstance(declared, StringAttr) else str(declared)
+    match = re.fullmatch(r"(\d+):(\d+) of (\d+)", text)
+    start, end, count = (int(number) for number in match.groups()) if match else (0, 0, 0)
+    if not start < end <= count:
+        raise VerifyException(f'{SLICE} is "START:END of COUNT", not {text!r}')
+    return start, end, count
+
+
+def block_range(module: ModuleOp) -> tuple[int, int]:
+    """The first block of the module and the end: (0, n) of a whole model, others of a slice; (0, 0) without blocks."""
+    # A weight says which block used it first; in a slice that may be a block of another slice.
+    indices = [op.block_index for op in ops(module) if not isinstance(op, WeightOp) and op.block_index is not None]
+    return (indices[0], indices[-1] + 1) if indices else (0, 0)
+
+
 def block_count(module: ModuleOp) -> int:
     """How many transformer layers the module holds."""
-    return len({op.block_index for op in ops(module)} - {None})
-
-
-def users(op: Operation) -> set[Operation]:
-    """Ops that use a result of `op`."""
-    return {use.operation for result in op.results for use in result.uses}
+    start, end = block_range(module)
+    return end - start

@@ -8,14 +8,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from xdsl.dialects.builtin import ModuleOp, TensorType
+from xdsl.dialects.builtin import DYNAMIC_INDEX, ModuleOp, TensorType
 from xdsl.dialects.func import ReturnOp
 from xdsl.ir import Attribute, SSAValue
 
 from plait.ir.module import main, signature
 from plait.ir.ops import BatchFacts, OracleKV, PlaitOp, WeightOp
 from plait.ir.ops.base import Float64
-from plait.ir.types import KVType, dtype_name
+from plait.ir.types import KVType, Tensor, dtype_name
+from plait.spec import kv_class
 
 _NUMPY: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -38,8 +39,6 @@ class Oracle:
     def __init__(
         self, module: ModuleOp, weights: Mapping[str, NDArray[Any]], pages: Mapping[str, int], page_tokens: int
     ) -> None:
-        from plait.spec import kv_class
-
         self._module = module
         self._weights = weights
         self._signature = signature(module)
@@ -54,7 +53,10 @@ class Oracle:
         """One batch. Inputs and outputs are the boundary tensors by name, in float64."""
         given = {name: np.asarray((inputs or {})[name], np.float64) for name in self._signature.inputs}
         env: dict[SSAValue, Any] = {self._signature.batch: batch}
-        env |= {arg: given[name] for name, arg in self._signature.inputs.items()}
+        for name, arg in self._signature.inputs.items():
+            assert isinstance(arg.type, TensorType)
+            _check_shape(given[name], arg.type, name)
+            env[arg] = given[name]
         env |= {arg: self.kv[name] for name, arg in self._signature.kv.items()}
         for op in main(self._module).body.block.ops:
             if isinstance(op, ReturnOp):
@@ -67,5 +69,13 @@ class Oracle:
             for result, value in zip(op.results, results, strict=True):
                 kind = result.type
                 assert isinstance(kind, TensorType)
+                _check_shape(value, kind, op.name)
                 env[result] = round_to(value, kind.element_type)
         return {name: env[value] for name, value in self._signature.outputs.items()}
+
+
+def _check_shape(values: Float64, kind: Tensor, what: str) -> None:
+    """NumPy would broadcast a wrong shape in silence."""
+    fits = len(values.shape) == len(kind.get_shape())
+    fits = fits and all(want in (DYNAMIC_INDEX, got) for want, got in zip(kind.get_shape(), values.shape, strict=True))
+    assert fits, f"{what}: shape {values.shape} is not {kind}"

@@ -40,8 +40,8 @@ class Rope:
         """What is wrong with the parameters, or None."""
         if self.kind not in ROPE_PARAMETERS:
             return f"rope kind {self.kind!r} is not one of {', '.join(ROPE_PARAMETERS)}"
-        if not self.theta > 0:
-            return f"theta must be positive, not {self.theta}"
+        if not 0 < self.theta < math.inf:
+            return f"theta must be positive and finite, not {self.theta}"
         needed = ROPE_PARAMETERS[self.kind]
         for name in ROPE_PARAMETERS["llama3"]:
             value = getattr(self, name)
@@ -49,8 +49,8 @@ class Rope:
                 return f"rope kind {self.kind} needs {name}"
             if name not in needed and value is not None:
                 return f"rope kind {self.kind} does not use {name}"
-            if value is not None and not value > 0:
-                return f"{name} must be positive, not {value}"
+            if value is not None and not 0 < value < math.inf:
+                return f"{name} must be positive and finite, not {value}"
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and not high > low:
             return f"high_freq_factor {high} must be greater than low_freq_factor {low}"

@@ -42,6 +42,10 @@ def element(dtype: str) -> AnyFloat:
     return DTYPES[dtype]
 
 
+def is_dtype(kind: Attribute) -> bool:
+    return isinstance(kind, AnyFloat) and kind in _NAMES
+
+
 def dtype_name(kind: Attribute) -> str:
     """`float32` for f32 and so on: the inverse of `element`."""
     assert isinstance(kind, AnyFloat) and kind in _NAMES, f"not a compute dtype: {kind}"
@@ -92,7 +96,7 @@ class KVType(ParametrizedAttribute, TypeAttribute):
             raise VerifyException("kv_heads and head_dim must be positive")
         if self.window_tokens is not None and self.window_tokens < 1:
             raise VerifyException("a window must be positive; leave it out for full attention")
-        if self.dtype not in _NAMES:
+        if not is_dtype(self.dtype):
             raise VerifyException(f"KV dtype {self.dtype} is not one of {', '.join(DTYPES)}")
 
     def print_parameters(self, printer: Printer) -> None:

@@ -19,9 +19,10 @@ from plait.ir.ops.base import (
     I64Attr,
     OracleKV,
     PlaitOp,
+    activation_type,
     properties,
     require,
-    tensor_type,
+    require_positive,
 )
 from plait.ir.types import BatchType, KVType, dtype_bytes, tokens_by
 from plait.spec import kv_class
@@ -97,19 +98,24 @@ class AttentionOp(PlaitOp):
         return None if self.window is None else self.window.value.data
 
     def infer(self) -> Sequence[Attribute]:
-        q, k, v = (tensor_type(value, name, 2) for value, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))
+        q, k, v = (activation_type(value, name) for value, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))
         heads, kv_heads, head_dim = self.heads.value.data, self.kv_heads, self.head_dim
-        require(heads % kv_heads == 0, f"{heads} query heads do not divide over {kv_heads} KV heads")
+        require(heads > 0, "heads must be positive, not {}", heads)
+        require(heads % kv_heads == 0, "{} query heads do not divide over {} KV heads", heads, kv_heads)
         wide, narrow = tokens_by(heads * head_dim, q.element_type), tokens_by(kv_heads * head_dim, q.element_type)
-        require(q == wide, f"q is {q}, but {heads} heads of {head_dim} make {wide}")
-        require(k == narrow, f"k is {k}, but {kv_heads} KV heads of {head_dim} make {narrow}")
-        require(v == narrow, f"v is {v}, but {kv_heads} KV heads of {head_dim} make {narrow}")
+        require(q == wide, "q is {}, but {} heads of {} make {}", q, heads, head_dim, wide)
+        for name, kind in (("k", k), ("v", v)):
+            require(kind == narrow, "{} is {}, but {} KV heads of {} make {}", name, kind, kv_heads, head_dim, narrow)
         require(
             self.window_tokens == self.cache.window_tokens,
-            f"the op's window is {self.window_tokens} but its KV is {self.cache}",
+            "the op's window is {} but its KV is {}",
+            self.window_tokens,
+            self.cache,
         )
-        require(self.scale.value.data > 0, "scale must be positive")
-        require(self.softcap is None or self.softcap.value.data > 0, "softcap must be positive; leave it out for none")
+        require(self.cache.dtype == q.element_type, "q, k and v are {} but their KV is {}", q.element_type, self.cache)
+        require_positive(self.scale.value.data, "scale")
+        if self.softcap is not None:
+            require_positive(self.softcap.value.data, "softcap (leave it out for none)")
         return (q,)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
@@ -139,6 +145,7 @@ class AttentionOp(PlaitOp):
             oldest = 0 if window is None else max(0, position - window + 1)
             keys = np.arange(oldest, position + 1)
             pages, slots = table[keys // cache.page_tokens], keys % cache.page_tokens
+            assert (pages >= 0).all(), "a visible key has no page"
             k, v = cache.k[pages, slots], cache.v[pages, slots]
             scores = np.einsum("hgd,khd->hgk", queries[i], k) * self.scale.value.data
             if self.softcap is not None:
@@ -158,8 +165,11 @@ class AttentionOp(PlaitOp):
             for q, kv in zip(step.query_lens, step.kv_lens, strict=True)
         )
         tokens = step.tokens
+        # A score costs 2 head_dim flops and its share of the output another 2; scale, maximum, difference, exponential
+        # and sum are 5 more, a soft-cap's division, tanh and product 3.
+        per_pair = 4.0 * self.head_dim + 5.0 + (3.0 if self.softcap is not None else 0.0)
         return Cost(
-            flops=4.0 * heads * self.head_dim * pairs + 5.0 * heads * pairs,
+            flops=heads * pairs * per_pair,
             activation_bytes=(2.0 * heads * self.head_dim + kv_row) * tokens * size,
             kv_bytes=float((read + tokens) * kv_row * size),
         )

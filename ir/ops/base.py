@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from xdsl.dialects.builtin import I64, Float64Type, FloatAttr, IntegerAttr, IntegerType, StringAttr, TensorType
-from xdsl.ir import Attribute, SSAValue
+from xdsl.dialects.builtin import (
+    DYNAMIC_INDEX,
+    I64,
+    Float64Type,
+    FloatAttr,
+    IntegerAttr,
+    IntegerType,
+    StringAttr,
+    TensorType,
+)
+from xdsl.ir import Attribute, Operation, SSAValue
 from xdsl.irdl import IRDLOperation, IRDLOption, ParsePropInAttrDict, opt_prop_def
 from xdsl.utils.exceptions import VerifyException
 
 from plait.ir.facts import Cost, Step
-from plait.ir.types import Tensor
+from plait.ir.types import DTYPES, Tensor, is_dtype
 
 Float64 = NDArray[np.float64]
 I64Attr = IntegerAttr[IntegerType]
@@ -22,6 +32,7 @@ F64Attr = FloatAttr[Float64Type]
 
 _I64 = IntegerType(64)
 _F64 = Float64Type()
+_DTYPES = ", ".join(map(str, DTYPES.values()))
 
 #: Assembly format of an op with plain operands and one result.
 FORMAT = "operands attr-dict `:` functional-type(operands, results)"
@@ -37,7 +48,7 @@ def f64(value: float) -> F64Attr:
 
 def properties(**values: int | float | str | None) -> dict[str, Attribute]:
     """Python values as the ops' properties; None leaves the property out: absent means off."""
-    make = {int: i64, float: f64, str: StringAttr}
+    make: dict[type, Callable[[Any], Attribute]] = {int: i64, float: f64, str: StringAttr}
     return {name: make[type(value)](value) for name, value in values.items() if value is not None}
 
 
@@ -93,6 +104,8 @@ class PlaitOp(IRDLOperation):
         return self.block.value.data if self.block is not None else None
 
     def verify_(self) -> None:
+        # A misspelt attribute would be carried along and ignored, and numbers would change in silence.
+        require(not self.attributes, "unknown attribute {}", ", ".join(self.attributes))
         inferred = tuple(self.infer())
         actual = tuple(result.type for result in self.results)
         if inferred != actual:
@@ -100,16 +113,45 @@ class PlaitOp(IRDLOperation):
             raise VerifyException(f"the result type should be {shown[0]}, not {shown[1]}")
 
 
+def require(condition: bool, message: str, *facts: object) -> None:
+    """Raise VerifyException unless `condition`. The facts go into the message's `{}` only then: printing the types of
+    every sound op would take most of the verifier's time."""
+    if not condition:
+        raise VerifyException(message.format(*facts))
+
+
 def tensor_type(value: SSAValue, what: str, rank: int) -> Tensor:
     """The type of `value`, which must be a tensor of `rank`."""
     kind = value.type
     if not isinstance(kind, TensorType):
         raise VerifyException(f"{what} must be a tensor, not {kind}")
-    if len(kind.get_shape()) != rank:
-        raise VerifyException(f"{what} must have {rank} dimensions, not {kind}")
+    require(len(kind.get_shape()) == rank, "{} must have {} dimensions, not {}", what, rank, kind)
     return kind
 
 
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise VerifyException(message)
+def activation_type(value: SSAValue, what: str) -> Tensor:
+    """The type of `value`, which must be `tensor<?xWIDTHxDTYPE>`: one row per token."""
+    kind = tensor_type(value, what, 2)
+    rows, width = kind.get_shape()
+    require(rows == DYNAMIC_INDEX, "{} must have one row per token, tensor<?x...>, not {}", what, kind)
+    require(width > 0, "{} must have a static, positive width, not {}", what, kind)
+    require_dtype(kind, what)
+    return kind
+
+
+def weight_type(value: SSAValue, what: str, rank: int) -> Tensor:
+    """The type of `value`, which must be the result of a `plait.weight` of `rank`."""
+    kind = tensor_type(value, what, rank)
+    owner = value.owner
+    made_by = owner.name if isinstance(owner, Operation) else "an argument of @main"
+    require(made_by == "plait.weight", "{} must come from plait.weight, not from {}", what, made_by)
+    return kind
+
+
+def require_dtype(kind: Tensor, what: str) -> None:
+    require(is_dtype(kind.element_type), "{} is {}: its element type must be one of {}", what, kind, _DTYPES)
+
+
+def require_positive(value: float, what: str) -> None:
+    """Infinity is not a number to compute with; NaN is not positive."""
+    require(value > 0 and math.isfinite(value), "{} must be positive and finite, not {}", what, value)

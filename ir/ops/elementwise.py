@@ -11,7 +11,7 @@ from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, result_def
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import FORMAT, Float64, PlaitOp, properties, require, tensor_type
+from plait.ir.ops.base import FORMAT, Float64, PlaitOp, activation_type, properties, require, tensor_type
 from plait.ir.types import dtype_bytes
 
 
@@ -31,8 +31,8 @@ class _Binary(PlaitOp):
         super().__init__(operands=[x, y], result_types=[x.type], properties=properties(block=block))
 
     def infer(self) -> Sequence[Attribute]:
-        kind = tensor_type(self.x, "x", 2)
-        require(kind == self.y.type, f"x is {kind} but y is {self.y.type}")
+        kind = activation_type(self.x, "x")
+        require(kind == self.y.type, "x is {} but y is {}", kind, self.y.type)
         return (kind,)
 
     def cost(self, step: Step) -> Cost:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 from xdsl.dialects.builtin import TensorType
 from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, result_def
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import FORMAT, BatchFacts, Float64, PlaitOp, properties, tensor_type
+from plait.ir.ops.base import FORMAT, BatchFacts, Float64, PlaitOp, properties, tensor_type, weight_type
 from plait.ir.types import BatchType, dtype_bytes, tokens_by
 
 
@@ -36,12 +37,13 @@ class EmbedOp(PlaitOp):
         )
 
     def infer(self) -> Sequence[Attribute]:
-        kind = tensor_type(self.table, "the table", 2)
+        kind = weight_type(self.table, "the table", 2)
         return (tokens_by(kind.get_shape()[1], kind.element_type),)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         table: Float64 = operands[0]
         batch: BatchFacts = operands[1]
+        assert (np.asarray(batch.tokens) >= 0).all(), "NumPy would count a negative token id from the end"
         return (table[batch.tokens],)
 
     def cost(self, step: Step) -> Cost:

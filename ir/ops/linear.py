@@ -19,20 +19,20 @@ from xdsl.irdl import (
 )
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import FORMAT, Float64, PlaitOp, properties, require, tensor_type
+from plait.ir.ops.base import FORMAT, Float64, PlaitOp, activation_type, properties, require, tensor_type, weight_type
 from plait.ir.types import Tensor, dtype_bytes, tokens_by
 
 
 def _product(x: SSAValue, weight: SSAValue, bias: SSAValue | None) -> Tensor:
     """The type of x (tokens, in) times weight (out, in) transposed, plus bias (out)."""
-    kind, matrix = tensor_type(x, "x", 2), tensor_type(weight, "the weight", 2)
+    kind, matrix = activation_type(x, "x"), weight_type(weight, "the weight", 2)
     out, inner = matrix.get_shape()
-    require(kind.get_shape()[1] == inner, f"x is {kind} but the weight is {matrix} (out, in)")
-    require(kind.element_type == matrix.element_type, f"x is {kind} but the weight is {matrix}")
+    require(kind.get_shape()[1] == inner, "x is {} but the weight is {} (out, in)", kind, matrix)
+    require(kind.element_type == matrix.element_type, "x is {} but the weight is {}", kind, matrix)
     if bias is not None:
-        offset = tensor_type(bias, "the bias", 1)
-        require(offset.get_shape()[0] == out, f"the weight is {matrix} (out, in) but the bias is {offset}")
-        require(offset.element_type == matrix.element_type, f"the weight is {matrix} but the bias is {offset}")
+        offset = weight_type(bias, "the bias", 1)
+        require(offset.get_shape()[0] == out, "the weight is {} (out, in) but the bias is {}", matrix, offset)
+        require(offset.element_type == matrix.element_type, "the weight is {} but the bias is {}", matrix, offset)
     return tokens_by(out, kind.element_type)
 
 

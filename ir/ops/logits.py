@@ -10,7 +10,17 @@ from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, result_def
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import FORMAT, BatchFacts, Float64, PlaitOp, properties, require, tensor_type
+from plait.ir.ops.base import (
+    FORMAT,
+    BatchFacts,
+    Float64,
+    PlaitOp,
+    activation_type,
+    properties,
+    require,
+    tensor_type,
+    weight_type,
+)
 from plait.ir.types import BatchType, dtype_bytes, tokens_by
 
 
@@ -37,9 +47,9 @@ class LogitsOp(PlaitOp):
         )
 
     def infer(self) -> Sequence[Attribute]:
-        kind, matrix = tensor_type(self.x, "x", 2), tensor_type(self.weight, "the weight", 2)
-        require(kind.get_shape()[1] == matrix.get_shape()[1], f"x is {kind} but the weight is {matrix} (out, in)")
-        require(kind.element_type == matrix.element_type, f"x is {kind} but the weight is {matrix}")
+        kind, matrix = activation_type(self.x, "x"), weight_type(self.weight, "the weight", 2)
+        require(kind.get_shape()[1] == matrix.get_shape()[1], "x is {} but the weight is {} (out, in)", kind, matrix)
+        require(kind.element_type == matrix.element_type, "x is {} but the weight is {}", kind, matrix)
         return (tokens_by(matrix.get_shape()[0], Float32Type()),)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
@@ -53,6 +63,6 @@ class LogitsOp(PlaitOp):
         size = dtype_bytes(matrix.element_type)
         return Cost(
             2.0 * step.logit_rows * vocabulary * hidden,
-            vocabulary * hidden * size,
+            vocabulary * hidden * size if step.logit_rows else 0.0,
             step.logit_rows * (hidden * size + 4.0 * vocabulary),
         )

@@ -11,16 +11,27 @@ from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, prop_def, result_def
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import FORMAT, F64Attr, Float64, PlaitOp, properties, require, tensor_type
+from plait.ir.ops.base import (
+    FORMAT,
+    F64Attr,
+    Float64,
+    PlaitOp,
+    activation_type,
+    properties,
+    require,
+    require_positive,
+    tensor_type,
+    weight_type,
+)
 from plait.ir.types import Tensor, dtype_bytes
 
 
 def _normed(x: SSAValue, weight: SSAValue, eps: F64Attr) -> Tensor:
     """Check x (tokens, hidden) against weight (hidden) and give x's type."""
-    kind, scale = tensor_type(x, "x", 2), tensor_type(weight, "the weight", 1)
-    require(kind.get_shape()[1] == scale.get_shape()[0], f"x is {kind} but the weight is {scale}")
-    require(kind.element_type == scale.element_type, f"x is {kind} but the weight is {scale}")
-    require(eps.value.data > 0, "eps must be positive")
+    kind, scale = activation_type(x, "x"), weight_type(weight, "the weight", 1)
+    require(kind.get_shape()[1] == scale.get_shape()[0], "x is {} but the weight is {}", kind, scale)
+    require(kind.element_type == scale.element_type, "x is {} but the weight is {}", kind, scale)
+    require_positive(eps.value.data, "eps")
     return kind
 
 
@@ -84,8 +95,8 @@ class AddRmsNormOp(PlaitOp):
         )
 
     def infer(self) -> Sequence[Attribute]:
-        require(self.x.type == self.y.type, f"x is {self.x.type} but y is {self.y.type}")
         kind = _normed(self.x, self.weight, self.eps)
+        require(kind == self.y.type, "x is {} but y is {}", kind, self.y.type)
         return (kind, kind)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:

@@ -18,6 +18,7 @@ from plait.ir.ops.base import (
     Float64,
     I64Attr,
     PlaitOp,
+    activation_type,
     properties,
     require,
     tensor_type,
@@ -83,11 +84,11 @@ class RopeOp(PlaitOp):
         )
 
     def infer(self) -> Sequence[Attribute]:
-        kind, head_dim = tensor_type(self.x, "x", 2), self.head_dim.value.data
-        require(head_dim > 0 and head_dim % 2 == 0, f"head_dim must be even, not {head_dim}")
-        require(kind.get_shape()[1] % head_dim == 0, f"x is {kind}: not whole heads of {head_dim}")
+        kind, head_dim = activation_type(self.x, "x"), self.head_dim.value.data
+        require(head_dim > 0 and head_dim % 2 == 0, "head_dim must be even, not {}", head_dim)
+        require(kind.get_shape()[1] % head_dim == 0, "x is {}: not whole heads of {}", kind, head_dim)
         problem = self.rope.problem()
-        require(problem is None, problem or "")
+        require(problem is None, "{}", problem)
         return (kind,)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:

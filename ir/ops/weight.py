@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 from xdsl.dialects.builtin import StringAttr, TensorType
 from xdsl.ir import Attribute
 from xdsl.irdl import irdl_op_definition, prop_def, result_def
-from xdsl.utils.exceptions import VerifyException
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import Float64, PlaitOp, properties
+from plait.ir.ops.base import Float64, PlaitOp, properties, require, require_dtype
 from plait.ir.types import Tensor
 
 
@@ -36,8 +35,9 @@ class WeightOp(PlaitOp):
     def infer(self) -> Sequence[Attribute]:
         kind = self.result.type
         assert isinstance(kind, TensorType)
-        if any(dim < 1 for dim in kind.get_shape()):
-            raise VerifyException(f"a weight has a static, non-empty shape, not {kind}")
+        require(bool(self.symbol.data), "a weight has a name")
+        require(all(dim > 0 for dim in kind.get_shape()), "a weight has a static, non-empty shape, not {}", kind)
+        require_dtype(kind, "the weight")
         return (kind,)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
-from xdsl.utils.arg_spec import parse_pipeline
+from xdsl.utils.arg_spec import ArgSpec, parse_pipeline
+from xdsl.utils.exceptions import ArgSpecParseError
 
 from plait.errors import UsageError, did_you_mean
 from plait.ir.dialect import context, print_module, verify
@@ -22,13 +23,25 @@ SLICE_PIPELINE: tuple[ModulePass, ...] = (InferPass(), FuseLinearPass(), FuseAdd
 
 
 def parse_passes(text: str) -> tuple[ModulePass, ...]:
-    """`"fuse-linear,slice{start=0 end=15}"` to passes. Unknown names raise UsageError."""
-    passes = []
-    for spec in parse_pipeline(text):
-        if spec.name not in PASSES:
-            raise UsageError("pass-unknown", f"no pass {spec.name!r}", hint=did_you_mean(spec.name, PASSES))
-        passes.append(PASSES[spec.name].from_pass_spec(spec))
-    return tuple(passes)
+    """`"fuse-linear,slice{start=0 end=15}"` to passes.
+
+    Raises:
+        UsageError: `pass-syntax`, `pass-unknown` or `pass-option`.
+    """
+    try:
+        specs = tuple(parse_pipeline(text))
+    except ArgSpecParseError as err:
+        raise UsageError("pass-syntax", f"cannot read the passes {text!r}", why=str(err).strip()) from err
+    return tuple(_make(spec) for spec in specs)
+
+
+def _make(spec: ArgSpec) -> ModulePass:
+    if spec.name not in PASSES:
+        raise UsageError("pass-unknown", f"no pass {spec.name!r}", hint=did_you_mean(spec.name, PASSES))
+    try:
+        return PASSES[spec.name].from_pass_spec(spec)
+    except ValueError as err:
+        raise UsageError("pass-option", f"cannot make the pass {spec}", why=str(err).strip()) from err
 
 
 def print_passes(passes: Sequence[ModulePass]) -> str:
@@ -37,15 +50,16 @@ def print_passes(passes: Sequence[ModulePass]) -> str:
 
 
 def run_passes(module: ModuleOp, passes: Sequence[ModulePass], dump: Path | None = None, name: str = "module") -> None:
-    """Run passes in place, verifying after each. `dump` gets `NAME.0-PASS.mlir` ... after every pass."""
+    """Run passes in place, verifying after each. `dump` gets `NAME.0-PASS.mlir` ... after every pass, before the
+    verifier looks at it."""
     ran: list[str] = []
     for index, item in enumerate(passes):
         item.apply(context(), module)
         ran.append(str(item.pipeline_pass_spec()))
-        verify(module, after=tuple(ran))
         if dump is not None:
             dump.mkdir(parents=True, exist_ok=True)
-            (dump / f"{name}.{index}-{item.name}.mlir").write_text(print_module(module))
+            (dump / f"{name}.{index}-{item.name}.mlir").write_text(print_module(module), encoding="utf-8")
+        verify(module, after=tuple(ran))
 
 
 __all__ = [

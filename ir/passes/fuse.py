@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
-from xdsl.ir import SSAValue
+from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 from xdsl.rewriter import InsertPoint, Rewriter
 
@@ -17,29 +17,32 @@ from plait.ir.ops import AddOp, AddRmsNormOp, LinearOp, LinearsOp, RmsNormOp, We
 
 @dataclass(frozen=True)
 class FuseLinearPass(ModulePass):
-    """Linears that share their input, all with or all without a bias, become one `plait.linears`: q, k, v; gate, up."""
+    """Linears of one block that share their input, all with or all without a bias, become one `plait.linears`: q, k, v;
+    gate, up."""
 
     name = "fuse-linear"
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
-        siblings: dict[tuple[SSAValue, bool], list[LinearOp]] = defaultdict(list)
+        siblings: dict[tuple[SSAValue, int | None, bool], list[LinearOp]] = defaultdict(list)
+        places = _places(op)
         for linear in ops(op):
             if isinstance(linear, LinearOp):
-                siblings[linear.x, linear.bias is not None].append(linear)
+                siblings[linear.x, linear.block_index, linear.bias is not None].append(linear)
         for group in siblings.values():
             if len(group) > 1:
-                self._fuse(group)
+                self._fuse(group, places)
 
     @staticmethod
-    def _fuse(group: list[LinearOp]) -> None:
+    def _fuse(group: list[LinearOp], places: dict[Operation, int]) -> None:
         first = group[0]
-        for linear in group:  # weights may stand between the linears: bring them in front
-            for value in (linear.weight, linear.bias):
-                owner = value.owner if value is not None else None
-                if isinstance(owner, WeightOp) and not owner.is_before_in_block(first):
-                    owner.detach()  # type: ignore[no-untyped-call]
-                    Rewriter.insert_op(owner, InsertPoint.before(first))
         biases = [linear.bias for linear in group if linear.bias is not None]
+        for value in (*(linear.weight for linear in group), *biases):
+            reference = value.owner
+            assert isinstance(reference, WeightOp), "the verifier holds weights to plait.weight"
+            if places[reference] > places[first]:  # it stands between the linears: bring it in front
+                reference.detach()  # type: ignore[no-untyped-call]
+                Rewriter.insert_op(reference, InsertPoint.before(first))
+                places[reference] = places[first]
         fused = LinearsOp(first.x, [linear.weight for linear in group], biases, first.block_index)
         Rewriter.insert_op(fused, InsertPoint.before(first))
         for linear, product in zip(group, fused.products, strict=True):
@@ -53,16 +56,20 @@ class FuseAddNormPass(ModulePass):
     name = "fuse-add-norm"
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
+        places = _places(op)
         for norm in list(ops(op)):
-            if not isinstance(norm, RmsNormOp):
+            add = norm.x.owner if isinstance(norm, RmsNormOp) else None
+            if not isinstance(norm, RmsNormOp) or not isinstance(add, AddOp):
                 continue
-            add = norm.x.owner
-            if not isinstance(add, AddOp) or add.parent is not main(op).body.block:
-                continue
-            between = [use.operation for use in add.result.uses if use.operation is not norm]
-            if any(user.is_before_in_block(norm) for user in between):
+            if any(places[use.operation] < places[norm] for use in add.result.uses):
                 continue  # somebody needs the sum before the norm's place
             fused = AddRmsNormOp(add.x, add.y, norm.weight, norm.eps.value.data, norm.block_index)
             Rewriter.insert_op(fused, InsertPoint.before(norm))
+            places[fused] = places[norm]
             Rewriter.replace_op(norm, [], [fused.normed])
             Rewriter.replace_op(add, [], [fused.sum])
+
+
+def _places(module: ModuleOp) -> dict[Operation, int]:
+    """Where each op stands: asking xDSL which of two ops comes first walks the block."""
+    return {op: place for place, op in enumerate(main(module).body.block.ops)}

@@ -11,12 +11,13 @@ from xdsl.rewriter import Rewriter
 from xdsl.utils.exceptions import VerifyException
 
 from plait.errors import VerifyError
-from plait.ir.module import ops
+from plait.ir.dialect import describe, show
+from plait.ir.module import main, ops
 
 
 @dataclass(frozen=True)
 class InferPass(ModulePass):
-    """Give every op the result types that its own rule says, from top to bottom."""
+    """Give every op, and the function, the result types that its own rule says, from top to bottom."""
 
     name = "infer"
 
@@ -25,7 +26,10 @@ class InferPass(ModulePass):
             try:
                 kinds = item.infer()
             except VerifyException as err:
-                raise VerifyError("ir-infer", f"no type fits {item}", why=str(err)) from err
+                raise VerifyError(
+                    "ir-infer", f"no result type fits {describe(item)}", why=f"{err}\n    {show(item)}"
+                ) from err
             for result, kind in zip(item.results, kinds, strict=True):
                 if result.type != kind:
                     Rewriter.replace_value_with_new_type(result, kind)
+        main(op).update_function_type()  # type: ignore[no-untyped-call]
