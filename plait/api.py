@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from plait import artifact as artifacts
 from plait.errors import PlanError, UsageError, did_you_mean
@@ -100,6 +100,14 @@ def request(
             )
         if dtype is not None and dtype != given.dtype:
             raise UsageError("plan-clash", f"dtype {dtype} was asked for, the plan says {given.dtype}")
+    if objective is not None and objective not in get_args(Objective):
+        known = get_args(Objective)
+        raise UsageError(
+            "objective-unknown",
+            f"no objective {objective!r}",
+            why="known: " + ", ".join(known),
+            hint=did_you_mean(objective, known),
+        )
     return Request(
         model=Path(model),
         config=None if config is None else Path(config),
@@ -237,9 +245,21 @@ def compile_artifact(
         progress: see `Progress`.
         model, targets, options: as `request` says.
     """
+    asked = request(model, targets, **options)
+    return compile_request(asked, output=output, embed_weights=embed_weights, dump_ir=dump_ir, progress=progress)
+
+
+def compile_request(
+    asked: Request,
+    *,
+    output: StrPath,
+    embed_weights: bool = False,
+    dump_ir: StrPath | None = None,
+    progress: Progress = _no_progress,
+) -> artifacts.Artifact:
+    """`compile_artifact` of arguments that are resolved already."""
     from plait.assemble import assemble
 
-    asked = request(model, targets, **options)
     planned = make_plan(asked, progress, check_backends=True)
     dump = None if dump_ir is None else Path(dump_ir)
     return assemble(planned, Path(output), embed_weights=embed_weights, dump_ir=dump, progress=progress)

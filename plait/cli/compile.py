@@ -1,0 +1,88 @@
+"""`plait compile`: a checkpoint to an artifact."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.cli.options import Json, PlanOptions, Verbose, with_plan_options
+
+NAME = "compile"
+
+HELP = """Plan a model over several devices, compile each slice for its device, and write an artifact.
+
+Needs none of the devices. Says what it understood, where each layer goes and why, and where each slice will really run;
+a device that is not here is emulated on the host. Nothing is written when something fails.
+
+\b
+    plait compile smollm2 --targets h100,mi300
+    plait compile model.safetensors --targets 2xh100@hostA,mi300x@hostB -o model.plait
+    plait compile smollm2 --plan plan.yaml
+    plait compile smollm2 --targets h100,mi300 --layers 10,20
+    plait compile smollm2 --targets h100,mi300 --pin block.3=h100.0 --forbid-cut 15
+"""
+
+
+@with_plan_options
+def command(
+    options: PlanOptions,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="The artifact to write; default: NAME.plait here."),
+    ] = None,
+    embed_weights: Annotated[
+        bool, typer.Option("--embed-weights", help="Copy the weights into the artifact instead of pointing to them.")
+    ] = False,
+    dump_ir: Annotated[
+        Path | None, typer.Option("--dump-ir", metavar="DIR", help="Write the module after every phase, as MLIR text.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    from plait import api
+    from plait.cli.screen import Screen
+    from plait.cli.tables import plan_tables, request_facts
+    from plait.spec import to_dict
+    from plait.words import bytes_text
+
+    screen = Screen(as_json=as_json)
+    arguments = options.arguments()
+    folder = output or default_output(options.model)
+    asked = api.request(**arguments)
+    screen.show(request_facts(asked, str(folder)))
+    with screen.phases() as progress:
+        made = api.compile_request(asked, output=folder, embed_weights=embed_weights, dump_ir=dump_ir, progress=progress)
+    slices = made.manifest.slices
+    for part in plan_tables(made.plan, [item.runs_on for item in slices], screen.width, verbose=verbose):
+        screen.show(part)
+    size = folder_bytes(made.folder)
+    where = "weights inside" if embed_weights else f"weights stay in {made.weight_root}"
+    screen.show(f"wrote {folder}: {bytes_text(size)}, {where}; {folder / 'report.html'} shows the plan")
+    command = shlex.join(["plait", "run", str(folder)]) + ' "Why is the sky blue?"'
+    screen.next(command)
+    screen.result(
+        {
+            "artifact": str(folder),
+            "bytes": size,
+            "plan": to_dict(made.plan),
+            "slices": [
+                {"folder": s.folder, "device": s.device, "target": s.target, "blocks": s.blocks, "runs_on": s.runs_on}
+                for s in slices
+            ],
+            "next": command,
+        }
+    )
+
+
+def default_output(model: Path) -> Path:
+    """NAME.plait in the current directory; NAME is the directory's name or the file's stem."""
+    whole = model.absolute()
+    name = whole.name if whole.is_dir() else whole.name.removesuffix(".index.json").rsplit(".", 1)[0]
+    return Path(f"{name or 'model'}.plait")
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
