@@ -1,0 +1,155 @@
+"""What a slice needs on its device: weights, KV for the workload, activations, logits, reserve; from its own tensors.
+
+- weights: the embedding on the first slice, norm and head on the last; a tensor that two slices use (a tied embedding)
+  counts on both, one that two units of the same slice use counts once.
+- KV: per attention, whole pages: every token, or the ring of its window.
+- activations: the largest unit's results and the incoming boundary for a full step; reuse is not counted on.
+- logits: float32 scores, one row per request, on the last slice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from plait.cost_models.profile import ModelProfile
+from plait.cost_models.tables import Floats, slice_maxima, slice_sums
+from plait.spec import Device, MemoryEstimate, Workload
+
+
+def capacity_bytes(device: Device) -> int:
+    return device.memory_bytes if device.free_bytes is None else device.free_bytes
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of every slice of a model under a workload; the device brings capacity and reserve."""
+
+    profile: ModelProfile
+    workload: Workload
+    page_tokens: int
+    max_step_tokens: int
+
+    @cached_property
+    def weights(self) -> Floats:
+        """[start, end) -> bytes."""
+        units = self.profile.units
+        total = slice_sums([unit.weight_bytes for unit in units])
+        users: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for index, unit in enumerate(units):
+            for weight in unit.weights:
+                users[weight].append(index)
+        for (_, size), indices in users.items():
+            if len(indices) > 1:
+                count = slice_sums(np.isin(np.arange(len(units)), indices).astype(float))
+                total -= size * np.maximum(count - 1, 0)
+        return total
+
+    @cached_property
+    def kv(self) -> Floats:
+        """[start, end) -> bytes for the workload's requests at their full length."""
+        return np.asarray(self.workload.concurrency * slice_sums(self._request_kv(self.workload.context_tokens)))
+
+    @cached_property
+    def activations(self) -> Floats:
+        incoming = np.array([0, *self.profile.boundary_bytes_per_token, 0], dtype=float)
+        largest = slice_maxima([unit.facts.activation_bytes_per_token for unit in self.profile.units])
+        return np.triu(largest + incoming[:, None], k=1) * self.max_step_tokens
+
+    @cached_property
+    def logits(self) -> Floats:
+        out = np.zeros_like(self.weights)
+        out[:-1, -1] = self.workload.concurrency * self.profile.logits_bytes_per_row
+        return out
+
+    @cached_property
+    def fixed(self) -> Floats:
+        """Everything but KV and the device's reserve."""
+        return self.weights + self.activations + self.logits
+
+    @cached_property
+    def full_page(self) -> Floats:
+        """[start, end) -> bytes of one more page of one request, over the layers that keep every token."""
+        return self.page_tokens * slice_sums(
+            [sum(kv.bytes_per_token for kv in unit.facts.kv if kv.window is None) for unit in self.profile.units]
+        )
+
+    @cached_property
+    def window_kv(self) -> Floats:
+        """The part of `kv` that lies in rings: it does not grow with the context."""
+        return self.workload.concurrency * slice_sums(self._request_kv(self.workload.context_tokens, full=False))
+
+    def needed(self, device: Device) -> Floats:
+        """[start, end) -> bytes on a device, its reserve included."""
+        return np.asarray(self.fixed + self.kv + device.reserve_bytes)
+
+    def kv_tokens(self, device: Device) -> Floats:
+        """[start, end) -> KV tokens that fit beside the rest, whole pages, over all requests; inf where no layer grows.
+
+        Rings are counted for the workload's requests, whatever the tokens.
+        """
+        room = capacity_bytes(device) - device.reserve_bytes - self.fixed - self.window_kv
+        with np.errstate(divide="ignore", invalid="ignore"):
+            pages = np.floor(room / self.full_page)
+        pages = np.where(self.full_page > 0, pages, np.inf)
+        return np.asarray(pages * self.page_tokens)
+
+    def estimate(self, start: int, end: int, device: Device) -> MemoryEstimate:
+        """One slice on one device, needed or not."""
+        at = (start, end)
+        return MemoryEstimate(
+            weights_bytes=int(self.weights[at]),
+            kv_bytes=int(self.kv[at]),
+            activations_bytes=int(self.activations[at]),
+            logits_bytes=int(self.logits[at]),
+            reserve_bytes=device.reserve_bytes,
+            capacity_bytes=capacity_bytes(device),
+        )
+
+    def max_context_tokens(self, start: int, end: int, device: Device) -> int | None:
+        """The largest context, in whole pages, that all the workload's requests can have at once; None where no layer
+        grows and the slice fits: it does not limit the context. One page more does not fit."""
+        room = capacity_bytes(device) - device.reserve_bytes - int(self.fixed[start, end])
+        kvs = [kv for unit in self.profile.blocks[start:end] for kv in unit.facts.kv]
+
+        def fits(pages: int) -> bool:
+            tokens = pages * self.page_tokens
+            each = sum(
+                kv.pages(tokens, self.page_tokens, self.max_step_tokens) * kv.bytes_per_token * self.page_tokens
+                for kv in kvs
+            )
+            return self.workload.concurrency * each <= room
+
+        growing = sum(kv.bytes_per_token for kv in kvs if kv.window is None) * self.page_tokens
+        if not growing:
+            longest = max((kv.window or 0 for kv in kvs), default=0) + 2 * (self.max_step_tokens + self.page_tokens)
+            if fits(-(-longest // self.page_tokens)):
+                return None
+            high = -(-longest // self.page_tokens)
+        else:
+            high = max(0, room) // (growing * self.workload.concurrency) + 1
+        low = -1 if not fits(0) else 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return max(0, low) * self.page_tokens
+
+    def _request_kv(self, tokens: int, *, full: bool = True) -> list[float]:
+        """Bytes of one request's KV in every unit; only the rings where `full` is off."""
+        cache: dict[int, float] = {}
+        out = []
+        for unit in self.profile.units:
+            key = id(unit.facts)
+            if key not in cache:
+                cache[key] = float(
+                    sum(
+                        kv.pages(tokens, self.page_tokens, self.max_step_tokens) * self.page_tokens * kv.bytes_per_token
+                        for kv in unit.facts.kv
+                        if full or kv.window is not None
+                    )
+                )
+            out.append(cache[key])
+        return out

@@ -1,0 +1,227 @@
+"""A model as the planner sees it: what each unit costs and holds. Made from the IR once, then the IR is not needed.
+
+Units are the embedding (everything before block 0), the blocks, and the head (everything after the last block). The
+embedding always goes with block 0 and the head with the last block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
+
+from plait.ir.facts import Cost, Step
+from plait.ir.module import block_count, ops
+from plait.ir.ops import AttentionOp, LogitsOp, PlaitOp, WeightOp
+from plait.ir.types import dtype_bytes, dtype_name
+from plait.spec import ring_pages
+
+
+@dataclass(frozen=True, eq=False)
+class OpFacts:
+    """One op: its name (`plait.linear`), and its flops and bytes in a step."""
+
+    name: str
+    cost: Callable[[Step], Cost]
+
+
+@dataclass(frozen=True)
+class KVFacts:
+    """The KV of one attention."""
+
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    def pages(self, tokens: int, page_tokens: int, max_step_tokens: int) -> int:
+        """Pages one request of `tokens` tokens holds: all of them, or the ring of a window."""
+        every = -(-tokens // page_tokens)
+        return every if self.window is None else min(every, ring_pages(self.window, page_tokens, max_step_tokens))
+
+
+@dataclass(frozen=True, eq=False)
+class UnitFacts:
+    """What equal units share; compared by identity, so that equal blocks are costed once.
+
+    `activation_bytes_per_token` is the sum of all results of its ops: an upper bound that counts on no reuse.
+    """
+
+    ops: tuple[OpFacts, ...]
+    kv: tuple[KVFacts, ...]
+    activation_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """`weights` are (name, bytes) of the tensors it uses; a name in two units is one tensor (a tied embedding)."""
+
+    facts: UnitFacts
+    weights: tuple[tuple[str, int], ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(size for _, size in self.weights)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Attributes:
+    boundary_bytes_per_token: what crosses each cut, for cuts 1 .. blocks - 1.
+    logits_bytes_per_row: the float32 scores of one row.
+    max_positions: positions the model was made for, where known.
+    """
+
+    model: str
+    dtype: str
+    hidden: int
+    vocabulary: int
+    embed: Unit
+    blocks: tuple[Unit, ...]
+    head: Unit
+    boundary_bytes_per_token: tuple[int, ...]
+    logits_bytes_per_row: int
+    max_positions: int | None = None
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The embedding, the blocks, the head."""
+        return (self.embed, *self.blocks, self.head)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Each tensor once."""
+        return sum(dict(weight for unit in self.units for weight in unit.weights).values())
+
+
+def profile(module: ModuleOp, max_positions: int | None = None) -> ModelProfile:
+    """Read the IR. O(ops); equal blocks share one `UnitFacts`."""
+    count = block_count(module)
+    assert count > 0, "a model has blocks"
+    members: list[list[PlaitOp]] = [[] for _ in range(count + 2)]
+    number: dict[PlaitOp, int] = {}
+    for op, unit in _numbered(module, count):
+        members[unit].append(op)
+        number[op] = unit
+    weights = _weights(module, number, count + 2)
+    shared: dict[Any, UnitFacts] = {}
+    units = []
+    for group, held in zip(members, weights, strict=True):
+        kind = _kind(group)
+        if kind not in shared:
+            shared[kind] = _facts(group)
+        units.append(Unit(shared[kind], held))
+    logits = next(op for op in members[-1] if isinstance(op, LogitsOp))
+    matrix = logits.weight.type
+    assert isinstance(matrix, TensorType)
+    vocabulary, hidden = matrix.get_shape()
+    name = module.attributes["plait.model"]
+    assert isinstance(name, StringAttr)
+    return ModelProfile(
+        model=name.data,
+        dtype=dtype_name(matrix.element_type),
+        hidden=hidden,
+        vocabulary=vocabulary,
+        embed=units[0],
+        blocks=tuple(units[1:-1]),
+        head=units[-1],
+        boundary_bytes_per_token=_boundaries(number, count),
+        logits_bytes_per_row=_bytes(logits.result.type),
+        max_positions=max_positions,
+    )
+
+
+def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProfile:
+    """The same model in another dtype, for memory questions only: sizes change by `ratio`, costs do not."""
+    shared: dict[int, UnitFacts] = {}
+
+    def scaled(unit: Unit) -> Unit:
+        facts = shared.get(id(unit.facts))
+        if facts is None:
+            facts = shared[id(unit.facts)] = replace(
+                unit.facts,
+                kv=tuple(replace(kv, dtype_bytes=int(kv.dtype_bytes * ratio)) for kv in unit.facts.kv),
+                activation_bytes_per_token=int(unit.facts.activation_bytes_per_token * ratio),
+            )
+        return Unit(facts, tuple((name, int(size * ratio)) for name, size in unit.weights))
+
+    return replace(
+        model,
+        dtype=dtype,
+        embed=scaled(model.embed),
+        blocks=tuple(scaled(unit) for unit in model.blocks),
+        head=scaled(model.head),
+        boundary_bytes_per_token=tuple(int(size * ratio) for size in model.boundary_bytes_per_token),
+    )
+
+
+def _numbered(module: ModuleOp, count: int) -> Iterator[tuple[PlaitOp, int]]:
+    """Every op but weights with its unit: 0 the embedding, 1 .. count the blocks, count + 1 the head."""
+    inside = False
+    for op in ops(module):
+        if isinstance(op, WeightOp):
+            continue
+        inside = inside or op.block_index is not None
+        yield op, op.block_index + 1 if op.block_index is not None else (count + 1 if inside else 0)
+
+
+def _weights(module: ModuleOp, number: dict[PlaitOp, int], units: int) -> list[tuple[tuple[str, int], ...]]:
+    """The tensors each unit uses, in the order of the module."""
+    held: list[list[tuple[str, int]]] = [[] for _ in range(units)]
+    for op in ops(module):
+        if not isinstance(op, WeightOp):
+            continue
+        size = _bytes(op.result.type)
+        users = {number[use.operation] for use in op.result.uses if isinstance(use.operation, PlaitOp)}
+        for unit in sorted(users):
+            held[unit].append((op.symbol.data, size))
+    return [tuple(entry) for entry in held]
+
+
+def _kind(group: list[PlaitOp]) -> Any:
+    """What makes two units cost the same: ops, operand types and properties but the block's number."""
+    return tuple(
+        (op.name, op.operand_types, frozenset(item for item in op.properties.items() if item[0] != "block"))
+        for op in group
+    )
+
+
+def _facts(group: list[PlaitOp]) -> UnitFacts:
+    results = [r.type for op in group if not isinstance(op, LogitsOp) for r in op.results]
+    return UnitFacts(
+        ops=tuple(OpFacts(op.name, op.cost) for op in group),
+        kv=tuple(
+            KVFacts(op.kv_heads, op.head_dim, dtype_bytes(op.cache.dtype), op.window_tokens)
+            for op in group
+            if isinstance(op, AttentionOp)
+        ),
+        activation_bytes_per_token=sum(_bytes(kind) for kind in results),
+    )
+
+
+def _boundaries(number: dict[PlaitOp, int], count: int) -> tuple[int, ...]:
+    """Bytes per token that cross each cut 1 .. count - 1: values made before it and read after it."""
+    crossing = [0] * (count + 1)
+    for op, unit in number.items():
+        born = min(max(unit - 1, 0), count - 1)
+        for result in op.results:
+            readers = [number[use.operation] for use in result.uses if isinstance(use.operation, PlaitOp)]
+            last = min(max(readers, default=0) - 1, count - 1)
+            for cut in range(born + 1, last + 1):
+                crossing[cut] += _bytes(result.type)
+    return tuple(crossing[1:count])
+
+
+def _bytes(kind: Any) -> int:
+    """Bytes of a static tensor, or of one row of one whose first dimension is the batch's tokens."""
+    assert isinstance(kind, TensorType)
+    total = dtype_bytes(kind.element_type)
+    for dim in kind.get_shape():
+        total *= 1 if dim < 0 else dim
+    return total
