@@ -1,8 +1,8 @@
 """Who owns which KV page.
 
 Every KV class (`plait.spec.kv_class`) has a pool of its own; all layers of the class use the same page numbers. A
-sequence reserves at admission what it can ever need, so nothing is evicted half-way, and takes pages one at a time as it
-grows. In a window class the reservation is a ring: the table goes on repeating its pages.
+sequence reserves at admission what it can ever need, so nothing is evicted half-way, and takes pages one at a time as
+it grows. In a window class the reservation is a ring: the table goes on repeating its pages.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class PagePool:
     def table(self, owner: int, tokens: int, width: int) -> Int32:
         """[width] physical page of each logical page of the first `tokens` tokens, then -1.
 
-        Logical page l of a window class lies in physical page l modulo the ring: the tokens it overwrites are older than
-        the window, because the ring holds the window and one whole step.
+        Logical page l of a window class lies in physical page l modulo the ring: the tokens it overwrites are older
+        than the window, because the ring holds the window and one whole step.
         """
         owned = self._owned[owner]
         row = np.full(width, -1, np.int32)

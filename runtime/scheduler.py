@@ -1,8 +1,9 @@
 """Which tokens run in the next step. Pure: no clock, no threads, no I/O.
 
 Continuous batching in its simple form. Requests wait in one queue, first come first served. Between steps the first in
-the queue is admitted while `max_sequences` and the page pools allow; one that does not fit yet holds up those behind it,
-so none starves. A step takes the decode token of every running sequence that has one and fills up with prompt chunks.
+the queue is admitted while `max_sequences` and the page pools allow; one that does not fit yet holds up those behind
+it, so none starves. A step takes the decode token of every running sequence that has one and fills up with prompt
+chunks.
 
 Several steps may be in flight, so that the slices of a pipeline work at the same time. A decoding sequence is in one
 step at a time (its next token must come back first), a prompt may be in several: slices take steps in order, so each
