@@ -6,17 +6,17 @@ attribute at all that is not a property, is refused before its emitter runs: not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import Attribute, Operation, SSAValue
 
-from plait.errors import PlaitError, UnsupportedError
-from plait.ir import ops as ops_of
+from plait.errors import CheckpointError, PlaitError, UnsupportedError
+from plait.ir.module import ops, weights
 from plait.ir.ops import PlaitOp, WeightOp
 from plait.ir.types import DTYPES, dtype_name
-from plait.spec import Support
+from plait.spec import Support, WeightRef
 
 Code = TypeVar("Code")
 Op = TypeVar("Op", bound=PlaitOp)
@@ -62,8 +62,8 @@ class Lowering(Generic[Code]):
 
     def refused(self, module: ModuleOp) -> dict[str, str]:
         """Op (with block) -> why, for every op of the module that `emit` does not take."""
-        answers = {op_name(op): self.supports(op) for op in ops_of(module)}
-        return {name: answer.why for name, answer in answers.items() if not answer.ok}
+        answers = ((op_name(op), self.supports(op)) for op in ops(module))
+        return {name: answer.why for name, answer in answers if not answer.ok}
 
 
 def op_name(op: Operation) -> str:
@@ -98,3 +98,25 @@ def weight_name(op: Operation, value: SSAValue) -> str:
     if not isinstance(value.owner, WeightOp):
         raise refuse(op, "weight", value.type, "only tensors of the checkpoint are implemented as weights")
     return value.owner.symbol.data
+
+
+def check_weights(module: ModuleOp, refs: Mapping[str, WeightRef]) -> None:
+    """Raise CheckpointError where `weights.json` and the module disagree about a tensor."""
+    for name, op in weights(module).items():
+        kind = op.result.type
+        assert isinstance(kind, TensorType)
+        if name not in refs:
+            raise CheckpointError("weight-missing", f"weights.json says nothing of {name!r}", hint="compile again")
+        if refs[name].shape != kind.get_shape():
+            raise CheckpointError(
+                "weight-shape",
+                f"{name!r} is {list(refs[name].shape)} in weights.json",
+                why=f"the slice's module wants {list(kind.get_shape())}",
+                hint="compile again",
+            )
+
+
+def dtypes_of(module: ModuleOp) -> tuple[str, ...]:
+    """The dtypes of the module's weights, sorted."""
+    kinds = {op.result.type for op in weights(module).values()}
+    return tuple(sorted({dtype_name(kind.element_type) for kind in kinds if isinstance(kind, TensorType)}))

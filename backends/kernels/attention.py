@@ -1,0 +1,86 @@
+"""Grouped-query attention over paged KV in torch. Legend: see `step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.backends.kernels.step import Part, Plan, Step
+
+
+class Cache:
+    """K and V pages of one layer: `pages` is (2, page, token, kv_head, head_dim)."""
+
+    def __init__(
+        self, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # Zeros, not whatever memory holds: a masked key counts 0 times, and 0 * NaN is not 0.
+        self.pages = torch.zeros(2, pages, page_tokens, kv_heads, head_dim, dtype=dtype, device=device)
+        self._k, self._v = self.pages.view(2, pages * page_tokens, kv_heads * head_dim).unbind(0)
+
+    def append(self, plan: Plan, k: Tensor, v: Tensor) -> None:
+        """Write this step's k and v (T, N * D)."""
+        if plan.fresh is not None:
+            self.pages.index_fill_(1, plan.fresh, 0)
+        self._k.index_copy_(0, plan.slots, k)
+        self._v.index_copy_(0, plan.slots, v)
+
+    def gather(self, pages: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (S, L, N, D) of [S * P] pages."""
+        k, v = self.pages.index_select(1, pages).view(2, sequences, -1, *self.pages.shape[3:]).unbind(0)
+        return k, v
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`plait.attention` with its attributes; None means off."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def __call__(self, step: Step, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (T, H * D), k and v (T, N * D) -> (T, H * D)."""
+        plan = step.plan(self.window, q.dtype)
+        cache.append(plan, k, v)
+        parts = plan.parts
+        if parts[0].rows is None:
+            return self._part(parts[0], cache, q, k, v)
+        out = torch.empty_like(q)
+        for part in parts:
+            out[part.rows] = self._part(part, cache, q, k, v)
+        return out
+
+    def _part(self, part: Part, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if part.rows is not None:
+            q = q[part.rows]
+        groups, rows = self.heads // self.kv_heads, len(q)
+        if part.pages is not None:
+            k, v = cache.gather(part.pages, part.sequences)
+        else:
+            k, v = (x[part.rows].view(1, rows, self.kv_heads, self.head_dim) for x in (k, v))
+        if rows == part.sequences and part.pages is not None:
+            # One token each: the heads of a group are the queries, and K and V are read once for all of them.
+            queries = q.view(rows, self.kv_heads, groups, self.head_dim)
+            out = self._attend(queries, k.transpose(1, 2), v.transpose(1, 2), part.mask)
+            return out.reshape(rows, -1)
+        queries = q.view(rows, self.kv_heads, groups, self.head_dim).permute(2, 1, 0, 3)  # (G, N, Q, D)
+        k, v = (x.transpose(1, 2).expand(groups, -1, -1, -1) for x in (k, v))  # no copy
+        return self._attend(queries, k, v, part.mask).permute(2, 1, 0, 3).reshape(rows, -1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """(B, N, Q, D) on (B, N, L, D); float32 softmax. Without a mask L = Q and the mask is causal."""
+        if self.softcap is None:
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale
+            )
+        scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * self.scale
+        scores = torch.tanh(scores / self.softcap) * self.softcap
+        if mask is None:
+            mask = torch.full(scores.shape[-2:], -torch.inf, device=scores.device).triu(1)
+        return torch.matmul(torch.softmax(scores + mask, -1), v.float()).to(q.dtype)

@@ -1,0 +1,166 @@
+"""A loaded slice in torch: its weights, its KV pages, and its module as a flat list of calls."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from xdsl.dialects.builtin import ModuleOp, TensorType
+from xdsl.ir import SSAValue
+
+from plait.backends.base import Array, Batch, Int32, LoadOptions
+from plait.backends.kernels.arrays import TORCH_DTYPES, to_numpy, to_torch
+from plait.backends.kernels.attention import Cache
+from plait.backends.kernels.step import Step
+from plait.backends.kernels.torch_eager import LOWERING
+from plait.backends.kernels.lowering import check_weights
+from plait.backends.weights import read_weight, read_weights_json
+from plait.ir import kv_layouts, read_module, signature, weights
+from plait.ir.module import ops
+from plait.ir.ops import PlaitOp, WeightOp
+from plait.ir.types import KVType, dtype_name
+from plait.spec import KVLayout, kv_class
+
+Call = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""A kernel, the slots it reads, the slots it writes, and the slots nobody reads afterwards."""
+
+
+class TorchSlice:
+    """`plait.backends.base.Executable` in torch."""
+
+    def __init__(self, folder: Path, runs_on: str, device: torch.device, options: LoadOptions) -> None:
+        module = read_module(folder / "slice.mlir")
+        if options.threads is not None and torch.get_num_threads() != options.threads:
+            torch.set_num_threads(options.threads)
+        self.runs_on, self.device = runs_on, device
+        self.kv_layouts: tuple[KVLayout, ...] = kv_layouts(module, options.page_tokens)
+        self._page_tokens, self._steps = options.page_tokens, 0
+        self._sizes: dict[str, int] = {}
+        self._refs, self._root = read_weights_json(folder / "weights.json"), options.weight_root
+        self._uses = Counter({name: len(list(op.result.uses)) for name, op in weights(module).items()})
+        check_weights(module, self._refs)
+        self._held: dict[tuple[str, str], Tensor] = {}
+        sig = signature(module)
+        self._outputs = list(sig.outputs)
+        self._input_names = list(sig.inputs)
+        with torch.inference_mode():
+            self._caches = {value: self._cache(value, options) for value in sig.kv.values()}
+            self._calls, self._slots = self._program(module)
+        self._held.clear()
+
+    def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        with torch.inference_mode():
+            slots: list[Any] = [None] * self._slots
+            for slot, name in enumerate(self._input_names):
+                slots[slot] = to_torch(inputs[name], self.device)
+            step = Step(batch, self.device, self._page_tokens)
+            for kernel, reads, writes, dead in self._calls:
+                result = kernel(step, *[slots[slot] for slot in reads])
+                if len(writes) == 1:
+                    slots[writes[0]] = result
+                else:
+                    for slot, value in zip(writes, result, strict=True):
+                        slots[slot] = value
+                for slot in dead:
+                    slots[slot] = None
+            self._steps += 1
+            return {name: to_numpy(slots[slot]) for name, slot in zip(self._outputs, self._results, strict=True)}
+
+    def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
+        with torch.inference_mode():
+            k, v = self._layer(layer).pages.index_select(1, self._index(pages)).unbind(0)
+            return to_numpy(k), to_numpy(v)
+
+    def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
+        with torch.inference_mode():
+            for side, values in enumerate((k, v)):
+                self._layer(layer).pages[side].index_copy_(0, self._index(pages), to_torch(values, self.device))
+
+    def stats(self) -> dict[str, int | float | str]:
+        kv_bytes = sum(cache.pages.nbytes for cache in self._caches.values())
+        return {
+            "steps": self._steps,
+            "weight_bytes": sum(self._sizes.values()),
+            "kv_bytes": kv_bytes,
+            "threads": torch.get_num_threads(),
+        }
+
+    def close(self) -> None:
+        self._calls, self._caches = [], {}
+
+    def weight(self, name: str, dtype: str) -> Tensor:
+        """See `torch_eager.Slice`."""
+        key = name, dtype
+        if key in self._held:
+            return self._held[key]
+        tensor = to_torch(read_weight(self._refs[name], dtype, self._root), self.device)
+        self._sizes[name] = tensor.nbytes
+        if self.is_shared(name):
+            self._held[key] = tensor
+        return tensor
+
+    def stacked(self, names: Sequence[str], dtype: str) -> Tensor:
+        """See `torch_eager.Slice`. Each part is let go once it is copied."""
+        shapes = [self._refs[name].shape for name in names]
+        rows = [shape[0] for shape in shapes]
+        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=TORCH_DTYPES[dtype], device=self.device)
+        for part, name in zip(out.split(rows), names, strict=True):
+            part.copy_(self.weight(name, dtype))
+        return out
+
+    def is_shared(self, name: str) -> bool:
+        """See `torch_eager.Slice`."""
+        return self._uses[name] > 1
+
+    def cache(self, value: SSAValue) -> Cache:
+        """See `torch_eager.Slice`."""
+        return self._caches[value]
+
+    def _cache(self, value: SSAValue, options: LoadOptions) -> Cache:
+        kind = value.type
+        assert isinstance(kind, KVType)
+        return Cache(
+            options.pages[kv_class(kind.window_tokens)],
+            options.page_tokens,
+            kind.kv_heads.data,
+            kind.head_dim.data,
+            TORCH_DTYPES[dtype_name(kind.dtype)],
+            self.device,
+        )
+
+    def _program(self, module: ModuleOp) -> tuple[list[Call], int]:
+        sig = signature(module)
+        slot_of: dict[SSAValue, int] = {}
+        for value in sig.inputs.values():
+            slot_of[value] = len(slot_of)
+        program = [op for op in ops(module) if not isinstance(op, WeightOp)]
+        for op in program:
+            for result in op.results:
+                slot_of[result] = len(slot_of)
+        self._results = [slot_of[value] for value in sig.outputs.values()]
+        last_use = {slot_of[value]: op for op in program for value in _activations(op)}
+        calls: list[Call] = []
+        for op in program:
+            reads = tuple(slot_of[value] for value in _activations(op))
+            writes = tuple(slot_of[result] for result in op.results)
+            dead = {slot for slot in reads if last_use[slot] is op} | {slot for slot in writes if slot not in last_use}
+            calls.append((LOWERING.emit(op)(self), reads, writes, tuple(dead - set(self._results))))
+        return calls, len(slot_of)
+
+    def _layer(self, layer: int) -> Cache:
+        return list(self._caches.values())[layer]
+
+    def _index(self, pages: Int32) -> Tensor:
+        return to_torch(pages.astype("int64"), self.device)
+
+
+def _activations(op: PlaitOp) -> list[SSAValue]:
+    """The operands that are computed in the step."""
+    return [
+        value for value in op.operands if isinstance(value.type, TensorType) and not isinstance(value.owner, WeightOp)
+    ]

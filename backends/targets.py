@@ -1,0 +1,29 @@
+"""Names of targets and of the places where slices really run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from plait.errors import UnsupportedError, did_you_mean
+
+
+def label(name: str, emulated: bool) -> str:
+    """`h100`, or `h100 (emulated on host)`."""
+    return f"{name} (emulated on host)" if emulated else name
+
+
+def arch_of(backend: str, target: str, archs: Collection[str]) -> str:
+    """The architecture of `cuda:sm_90a`. An empty `archs` takes any.
+
+    Raises:
+        UnsupportedError: `arch-unknown`: no code can be made for it.
+    """
+    arch = target.removeprefix(f"{backend}:")
+    if archs and arch not in archs:
+        raise UnsupportedError(
+            "arch-unknown",
+            f"{backend} makes no code for {arch!r}",
+            why="it knows " + ", ".join(archs),
+            hint=did_you_mean(arch, archs),
+        )
+    return arch
