@@ -89,8 +89,7 @@ def _attention_of(function: FuncOp, arg: BlockArgument) -> AttentionOp:
 
 def _check_results(function: FuncOp) -> None:
     returned = function.body.block.last_op
-    if not isinstance(returned, ReturnOp):
-        raise ConventionError(function, "@main ends in func.return")
+    assert isinstance(returned, ReturnOp), "xDSL asks for a terminator, and no other op of the dialects is one"
     _check_names(function, "result", function.res_attrs, len(returned.arguments))
     for index, value in enumerate(returned.arguments):
         _check_boundary(function, f"result {index}", value)

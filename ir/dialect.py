@@ -38,10 +38,15 @@ def print_module(module: ModuleOp) -> str:
 
 def parse_module(text: str, name: str = "<text>") -> ModuleOp:
     """Read and verify MLIR text. Raises VerifyError with the place of the fault."""
+    parser = Parser(context(), text, name)
     try:
-        module = Parser(context(), text, name).parse_module()
-    except (ParseError, VerifyException) as err:
+        module = parser.parse_module()
+    except ParseError as err:
         raise VerifyError("ir-parse", f"{name} is not a plait module", why=str(err).strip()) from err
+    except VerifyException as err:  # of a type or an attribute: it does not know where it stands
+        line = text[: parser.pos].rstrip().count("\n")
+        why = f"line {line + 1}: {_one_line(err)}\n    {text.splitlines()[line].strip()}"
+        raise VerifyError("ir-parse", f"{name} is not a plait module", why=why) from err
     verify(module)
     return module
 

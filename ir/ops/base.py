@@ -123,8 +123,7 @@ def require(condition: bool, message: str, *facts: object) -> None:
 def tensor_type(value: SSAValue, what: str, rank: int) -> Tensor:
     """The type of `value`, which must be a tensor of `rank`."""
     kind = value.type
-    if not isinstance(kind, TensorType):
-        raise VerifyException(f"{what} must be a tensor, not {kind}")
+    assert isinstance(kind, TensorType), "the operand's definition says so"
     require(len(kind.get_shape()) == rank, "{} must have {} dimensions, not {}", what, rank, kind)
     return kind
 

@@ -1,0 +1,259 @@
+"""Golden texts: a module, its slices, what the fusions make of them, and every complaint of the verifier."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.rewriter import Rewriter
+
+import plait.ir
+from plait.errors import VerifyError
+from plait.ir import parse_module, print_module, weights
+from plait.ir.passes import SLICE_PIPELINE, parse_passes, run_passes, slice_modules
+from plait.ir.types import element, tensor
+from tests.golden.conftest import Golden
+from tests.ir_models import Shape, build
+
+TINY = Shape(blocks=2, windows=(None, 8), softcap=30.0)
+
+
+def test_module(golden: Golden) -> None:
+    golden("ir/module.mlir", print_module(build(TINY)))
+
+
+def test_biased_untied_module(golden: Golden) -> None:
+    golden("ir/biased.mlir", print_module(build(Shape(blocks=1, bias=True, tied=False, dtype="bfloat16"))))
+
+
+@pytest.mark.parametrize("passes", ["fuse-linear", "fuse-add-norm", "fuse-linear,fuse-add-norm"])
+def test_fusions(golden: Golden, passes: str) -> None:
+    module = build(Shape(blocks=1, bias=True))
+    run_passes(module, parse_passes(passes))
+    golden(f"ir/{passes.replace(',', '+')}.mlir", print_module(module))
+
+
+def test_slices(golden: Golden) -> None:
+    """Two blocks cut in two: the tied embedding is in both, `x0` is all that crosses (case H75)."""
+    for index, module in enumerate(slice_modules(build(TINY), [(0, 1), (1, 2)])):
+        golden(f"ir/slice{index}.mlir", print_module(module))
+
+
+def test_slice_after_its_pipeline(golden: Golden) -> None:
+    module = slice_modules(build(TINY), [(0, 1), (1, 2)])[1]
+    run_passes(module, SLICE_PIPELINE)
+    golden("ir/slice1-fused.mlir", print_module(module))
+
+
+def test_dump_after_each_pass(tmp_path: Path) -> None:
+    module = build(TINY)
+    run_passes(module, parse_passes("infer,fuse-linear"), dump=tmp_path / "dump", name="tiny")
+    assert sorted(p.name for p in (tmp_path / "dump").iterdir()) == ["tiny.0-infer.mlir", "tiny.1-fuse-linear.mlir"]
+    assert (tmp_path / "dump/tiny.1-fuse-linear.mlir").read_text() == print_module(module)
+
+
+# Edits that break a rule: (what, module, regular expression in its text, replacement).
+ONE = build(Shape(blocks=1, windows=(8,), softcap=30.0))
+FUSED = build(Shape(blocks=1, bias=True, tied=False))
+run_passes(FUSED, SLICE_PIPELINE)
+CUT = slice_modules(build(Shape(blocks=3)), [(0, 1), (1, 3)])[1]
+
+EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
+    ("eps zero", ONE, r"eps = 1\.0*e-05", "eps = 0.0"),
+    ("eps infinite", ONE, r"eps = 1\.0*e-05", "eps = 0x7FF0000000000000"),
+    ("scale negative", ONE, r"scale = 5\.0*e-01", "scale = -5.0e-01"),
+    ("scale missing", ONE, r"scale = 5\.0*e-01 : f64, ", ""),
+    ("scale in f32", ONE, r"scale = 5\.0*e-01 : f64", "scale = 5.0e-01 : f32"),
+    ("soft-cap zero", ONE, r"softcap = 3\.0*e\+01", "softcap = 0.0"),
+    ("misspelt attribute", ONE, r"softcap =", "soft_cap ="),
+    ("window of the op", ONE, r"window = 8", "window = 9"),
+    ("window of the op missing", ONE, r", window = 8 : i64", ""),
+    ("window of the KV zero", ONE, r"window 8", "window 0"),
+    ("KV heads zero", ONE, r"!plait\.kv<2x", "!plait.kv<0x"),
+    ("KV of integers", ONE, r"2x4xf32, window", "2x4xi32, window"),
+    ("KV of another dtype", ONE, r"2x4xf32, window", "2x4xbf16, window"),
+    ("heads do not divide", ONE, r"heads = 4", "heads = 3"),
+    ("no heads", ONE, r"heads = 4", "heads = 0"),
+    ("too many heads", ONE, r"heads = 4", "heads = 8"),
+    ("k too wide", ONE, r"!plait\.kv<2x4", "!plait.kv<1x4"),
+    ("rope kind", ONE, r'kind = "default"', 'kind = "yarn"'),
+    ("rope parameter missing", ONE, r'kind = "default"', 'kind = "linear"'),
+    ("rope parameter unused", ONE, r'kind = "default"', 'factor = 2.0 : f64, kind = "default"'),
+    ("rope parameter zero", ONE, r'kind = "default"', 'factor = 0.0 : f64, kind = "linear"'),
+    ("rope theta", ONE, r"theta = 1\.0*e\+04", "theta = -1.0"),
+    (
+        "rope factors in the wrong order",
+        ONE,
+        r'kind = "default"',
+        "factor = 8.0 : f64, low_freq_factor = 4.0 : f64, high_freq_factor = 1.0 : f64, "
+        'original_positions = 8192, kind = "llama3"',
+    ),
+    ("rope head_dim odd", ONE, r"head_dim = 4", "head_dim = 3"),
+    ("rope head_dim", ONE, r"head_dim = 4", "head_dim = 6"),
+    ("norm weight too long", ONE, r"tensor<16xf32>", "tensor<17xf32>"),
+    ("norm weight in bf16", ONE, r"tensor<16xf32>", "tensor<16xbf16>"),
+    ("norm weight of two dimensions", ONE, r"tensor<16xf32>", "tensor<16x1xf32>"),
+    ("matrix transposed", ONE, r"tensor<8x16xf32>", "tensor<16x8xf32>"),
+    ("matrix in bf16", ONE, r"tensor<24x16xf32>", "tensor<24x16xbf16>"),
+    ("matrix larger than its result", ONE, r"tensor<24x16xf32>", "tensor<25x16xf32>"),
+    ("bias too long", FUSED, r"tensor<8xf32>", "tensor<9xf32>"),
+    ("bias in f16", FUSED, r"tensor<8xf32>", "tensor<8xf16>"),
+    ("one bias too few", FUSED, r"biases\(%\d+, (.*) : tensor<16xf32>, ", r"biases(\1 : "),
+    (
+        "no weights",
+        ONE,
+        r"    func\.return",
+        "    plait.linears %3 weights( : ) : tensor<?x16xf32> ->\n    func.return",
+    ),
+    ("weight in f64", ONE, r"tensor<32x16xf32>", "tensor<32x16xf64>"),
+    ("weight of no size", ONE, r"tensor<32x16xf32>", "tensor<?x16xf32>"),
+    ("weight of no name", ONE, r'"model\.norm\.weight"', '""'),
+    (
+        "weight is a value",
+        ONE,
+        r"plait\.logits (%\d+), %\d+, (.*)tensor<32x16xf32>",
+        r"plait.logits \1, \1, \2tensor<?x16xf32>",
+    ),
+    (
+        "weight is an argument",
+        CUT,
+        r"plait\.logits (%\d+), %\d+, (.*)tensor<32x16xf32>",
+        r"plait.logits \1, %1, \2tensor<?x16xf32>",
+    ),
+    ("logits in bf16", ONE, r"tensor<\?x32xf32>", "tensor<?x32xbf16>"),
+    ("logits of a narrow table", CUT, r"tensor<32x16xf32>", "tensor<32x15xf32>"),
+    ("logits of a bf16 table", CUT, r"tensor<32x16xf32>", "tensor<32x16xbf16>"),
+    (
+        "add of two widths",
+        ONE,
+        r"plait\.add %3, %16 (.*)\(tensor<\?x16xf32>, tensor<\?x16xf32>\)",
+        r"plait.add %3, %9 \1(tensor<?x16xf32>, tensor<?x8xf32>)",
+    ),
+    (
+        "silu_mul of two widths",
+        ONE,
+        r"plait\.silu_mul (%\d+), %\d+ (.*)\(tensor<\?x24xf32>, tensor<\?x24xf32>\)",
+        r"plait.silu_mul \1, %3 \2(tensor<?x24xf32>, tensor<?x16xf32>)",
+    ),
+    (
+        "add and norm of two widths",
+        FUSED,
+        r"plait\.add_rms_norm %3, %19, (.*)tensor<\?x16xf32>, tensor<\?x16xf32>, ",
+        r"plait.add_rms_norm %3, %13, \1tensor<?x16xf32>, tensor<?x8xf32>, ",
+    ),
+    ("a fixed number of tokens", CUT, r"tensor<\?x16xf32>", "tensor<4x16xf32>"),
+    ("a value of no width", CUT, r"tensor<\?x16xf32>", "tensor<?x0xf32>"),
+    ("a value of three dimensions", CUT, r"tensor<\?x16xf32>", "tensor<?x16x1xf32>"),
+    ("an argument that is no tensor", CUT, r"%0: !plait\.batch", '%0: !plait.batch {plait.name = "b"}, %99: i32'),
+    ("no batch", ONE, r"(?s)func\.func @main.*\n  }", "func.func @main() { func.return }"),
+    ("two batches", ONE, r"@main\(", '@main(%99: !plait.batch {plait.name = "again"}, '),
+    ("an argument without a name", ONE, r' \{plait\.name = "kv\.0"\}', ""),
+    ("no names at all", ONE, r' \{plait\.name = "[\w.]*"\}', ""),
+    ("an argument with an empty name", ONE, r'"kv\.0"', '""'),
+    ("a result without a name", ONE, r' \{plait\.name = "logits"\}', ""),
+    ("two arguments of one name", ONE, r'"kv\.0"', '"batch"'),
+    (
+        "a result that is no tensor",
+        ONE,
+        r"-> \(tensor<\?x32xf32> (.*)\n((?s:.*))func\.return .*",
+        r"-> (!plait.batch \1\n\2func.return %0 : !plait.batch",
+    ),
+    ("a KV value for nobody", ONE, r"@main\(", '@main(%99: !plait.kv<2x4xf32> {plait.name = "kv.9"}, '),
+    ("a KV value for two", CUT, r"%3, %0 ", "%2, %0 "),
+    ("KV values in the wrong order", CUT, r"%2: (!plait\S+ \{.*?\}), %3: ", r"%3: \1, %2: "),
+    ("another function", ONE, r"@main", "@other"),
+    ("two functions", ONE, r"(?s)(  func\.func @main.*\n  \}\n)", r"\1\1"),
+    ("no function", ONE, r"(?s)  func\.func @main.*\n  \}\n", ""),
+    ("a declaration", ONE, r"(?s)func\.func @main.*\n  \}\n", "func.func private @main(!plait.batch)\n"),
+    ("two MLIR blocks", ONE, r"func\.return (.*)", r"func.return \1\n  ^second:\n    func.return \1"),
+    (
+        "a call",
+        ONE,
+        r"    func\.return",
+        "    %99 = func.call @main(%0, %1) : (!plait.batch, !plait.kv<2x4xf32, window 8>) -> tensor<?x32xf32>\n"
+        "    func.return",
+    ),
+    ("a value used before it is made", ONE, r"plait\.rms_norm %3, %4 ", "plait.rms_norm %7, %4 "),
+    ("a weight referred to twice", ONE, r'"model\.norm\.weight"', '"model.layers.0.input_layernorm.weight"'),
+    ("a block too far", CUT, r"block = 2", "block = 3"),
+    ("the wrong first block", ONE, r"block = 0", "block = 1"),
+    ("a block that comes back", CUT, r"(?s)(.*)block = 2", r"\1block = 1"),
+    ("an op of no block between blocks", ONE, r"(plait\.silu_mul.*) \{block = 0 : i64\}", r"\1"),
+    ("blocks that end early", CUT, r"1:3 of 3", "1:4 of 4"),
+    ("a slice attribute of nonsense", CUT, r"1:3 of 3", "3:1 of 3"),
+    ("a slice attribute that is no text", CUT, r'"1:3 of 3"', "5"),
+    ("an unknown op", ONE, r"plait\.add", "plait.addd"),
+    ("broken text", ONE, r"\{eps", "{{eps"),
+    ("half a file", ONE, r"(?s)    func\.return.*", ""),
+)
+
+
+def _complaint(module: ModuleOp, pattern: str, replacement: str) -> str:
+    text = print_module(module)
+    edited = re.sub(pattern, replacement, text)
+    assert edited != text, f"{pattern!r} is not in the text"
+    with pytest.raises(VerifyError) as caught:
+        parse_module(edited, "edited.mlir")
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_verifier_messages(golden: Golden) -> None:
+    shown = [f"# {what}\n{_complaint(*edit)}\n" for what, *edit in EDITS]
+    golden("ir/verifier.txt", "\n".join(shown))
+
+
+def test_every_rule_has_its_message() -> None:
+    """Each message that the IR's sources can raise stands in the golden file."""
+    seen = (Path(__file__).parent / "ir/verifier.txt").read_text()
+    missing = [message for message in sorted(_rules()) if not re.search(message, seen)]
+    assert missing == []
+
+
+def _rules() -> set[str]:
+    """Regular expressions of the messages in `require`, `ConventionError` and `VerifyException`."""
+    found = set()
+    root = Path(plait.ir.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                place = {"require": 1, "ConventionError": 1, "VerifyException": 0}.get(node.func.id)
+                if place is not None and (message := _pattern(node.args[place])):
+                    found.add(message)
+    return found
+
+
+def _pattern(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return ".*".join(re.escape(part) for part in node.value.split("{}")) if node.value != "{}" else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(re.escape(str(p.value)) if isinstance(p, ast.Constant) else ".*" for p in node.values)
+    return None
+
+
+def test_infer_says_what_does_not_fit(golden: Golden) -> None:
+    module = build(Shape(blocks=1))
+    for name, op in weights(module).items():
+        if name == "model.layers.0.mlp.up_proj.weight":
+            Rewriter.replace_value_with_new_type(op.result, tensor((24, 16), element("bfloat16")))
+    with pytest.raises(VerifyError) as caught:
+        run_passes(module, parse_passes("infer"))
+    golden("ir/infer.txt", str(caught.value) + "\n")
+
+
+def test_errors_name_the_passes_before(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that breaks a rule is named, with those before it."""
+    from plait.ir.passes import FuseLinearPass
+
+    def spoil(self: FuseLinearPass, ctx: object, op: ModuleOp) -> None:
+        for item in plait.ir.ops(op):
+            item.attributes["spoilt"] = item.properties.get("block") or op.attributes["plait.model"]
+            return
+
+    monkeypatch.setattr(FuseLinearPass, "apply", spoil)
+    with pytest.raises(VerifyError) as caught:
+        run_passes(build(Shape(blocks=1)), parse_passes("infer,fuse-linear,fuse-add-norm"))
+    golden("ir/after-passes.txt", str(caught.value) + "\n")
