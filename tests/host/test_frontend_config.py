@@ -1,0 +1,236 @@
+"""config.json is read strictly: nothing is ignored without a reason, nothing is defaulted that changes numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.errors import CheckpointError, PlaitError, UnsupportedError
+from plait.frontend.config import NO_EFFECT
+from plait.frontend.families import read_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def read(base: dict[str, Any], **changes: Any) -> Any:
+    """`read_config` of a base with changes; a value of `...` removes the key."""
+    return read_config({key: value for key, value in (base | changes).items() if value is not ...}, "config.json")
+
+
+def refused(base: dict[str, Any], **changes: Any) -> PlaitError:
+    with pytest.raises(PlaitError) as caught:
+        read(base, **changes)
+    assert "config.json" in caught.value.what or caught.value.code == "family-unsupported"
+    return caught.value
+
+
+def test_normal_form() -> None:
+    config = read(LLAMA, eos_token_id=[1, 2], bos_token_id=0)
+    assert (config.heads, config.kv_heads, config.head_dim, config.blocks) == (4, 2, 16, 4)
+    assert config.windows == (None,) * 4
+    assert (config.eos_token_ids, config.bos_token_id, config.dtype) == ((1, 2), 0, "bfloat16")
+    assert not (config.tied or config.qkv_bias or config.output_bias or config.mlp_bias)
+
+
+@pytest.mark.parametrize("key", [key for key in LLAMA if key not in ("architectures", "torch_dtype")])
+def test_a_missing_key_is_named_never_defaulted(key: str) -> None:
+    if key == "num_key_value_heads":
+        assert read(LLAMA, num_key_value_heads=...).kv_heads == 4  # the format's own meaning: one per head
+        return
+    error = refused(LLAMA, **{key: ...})
+    assert isinstance(error, CheckpointError)
+    assert error.code == "config-key-missing"
+    assert key in error.what
+
+
+def test_a_missing_theta_is_an_error_in_the_new_spelling_too() -> None:
+    assert "rope_theta" in refused(LLAMA, rope_theta=..., rope_parameters={"rope_type": "default"}).what
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "word"),
+    [
+        (LLAMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (LLAMA, {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
+        (LLAMA, {"sliding_window": 4096}, "sliding_window"),
+        (LLAMA, {"rope_thetas": 1}, "rope_thetas"),
+        (LLAMA, {"qkv_bias": True}, "qkv_bias"),
+        (QWEN2, {"attention_bias": True}, "attention_bias"),
+        (MISTRAL, {"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_an_unknown_key_is_named(base: dict[str, Any], changes: dict[str, Any], word: str) -> None:
+    error = refused(base, **changes)
+    assert isinstance(error, UnsupportedError)
+    assert error.code == "config-key-unknown"
+    assert word in error.what
+
+
+def test_an_unknown_key_gets_a_suggestion() -> None:
+    assert "attention_bias" in refused(LLAMA, attention_biass=True).hint
+
+
+def test_keys_without_effect_are_passed_over() -> None:
+    assert read(LLAMA, **dict.fromkeys(NO_EFFECT, "whatever")) == read(LLAMA)
+    assert all(reason for reason in NO_EFFECT.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"torch_dtype": "float64"}, "float64"),
+    ],
+)
+def test_values_that_are_not_implemented_are_refused_by_name(changes: dict[str, Any], word: str) -> None:
+    error = refused(LLAMA, **changes)
+    assert isinstance(error, UnsupportedError)
+    assert word in error.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"num_attention_heads": 6}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "KV heads"),
+        ({"head_dim": 15}, "odd"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": -64}, "hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": 100.0}, "vocab_size"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"vocab_size": "100"}, "vocab_size"),
+        ({"num_attention_heads": [4, 4, 4, 4]}, "num_attention_heads"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": -1.0}, "theta"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+    ],
+)
+def test_values_are_checked(changes: dict[str, Any], word: str) -> None:
+    error = refused(LLAMA, **changes)
+    assert isinstance(error, CheckpointError)
+    assert word in error.what
+
+
+@pytest.mark.parametrize(
+    ("rope", "word"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, "beta_fast"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "type": "llama3", "factor": 2.0}}, "two types"),
+        ({"rope_scaling": {"factor": 2.0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": [1]}, "object"),
+        ({"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}}, "both"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}, "odd": {}}}, "odd"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+    ],
+)
+def test_rope_parameters_are_checked(rope: dict[str, Any], word: str) -> None:
+    assert word in str(refused(LLAMA, **rope))
+
+
+def test_both_spellings_of_the_dtype() -> None:
+    assert read(LLAMA, torch_dtype=..., dtype="float16").dtype == "float16"
+    assert read(LLAMA, torch_dtype=...).dtype is None
+    assert refused(LLAMA, dtype="float16").code == "config-conflict"
+
+
+def test_head_dim_comes_from_the_config() -> None:
+    assert read(LLAMA, head_dim=32).head_dim == 32
+    assert read(LLAMA, head_dim=None).head_dim == 16
+
+
+def test_mistral_says_its_window() -> None:
+    assert read(MISTRAL).windows == (8,) * 4
+    assert read(MISTRAL, sliding_window=None).windows == (None,) * 4
+    assert "sliding_window" in refused(MISTRAL, sliding_window=...).what
+    assert read(MISTRAL, layer_types=["sliding_attention"] * 4).windows == (8,) * 4
+    assert refused(MISTRAL, layer_types=["full_attention"] * 4).code == "config-conflict"
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (None,) * 4),
+        ({"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}, (None,) * 4),
+        ({"use_sliding_window": True, "sliding_window": None}, (None,) * 4),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, (None, 8, 8, 8)),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28}, (None,) * 4),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (8, None, 8, None),
+        ),
+    ],
+)
+def test_qwen2_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read(QWEN2, **changes).windows == windows
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["sliding_attention"] * 4},
+        {"layer_types": ["full_attention"] * 3},
+        {"layer_types": ["chunked_attention"] * 4},
+        {"layer_types": [["full_attention"]] * 4},
+        {"use_sliding_window": True, "sliding_window": 8},
+        {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+    ],
+)
+def test_qwen2_contradictions(changes: dict[str, Any]) -> None:
+    refused(QWEN2, **changes)
+
+
+@pytest.mark.parametrize("family", ["bert", "gemma2", "qwen3", "lama"])
+def test_an_unknown_model_type_is_refused_with_the_list(family: str) -> None:
+    error = refused(LLAMA, model_type=family)
+    assert repr(family) in error.what
+    assert "llama, mistral, qwen2" in error.why
+
+
+def test_transformers_agrees_on_every_window() -> None:
+    """The windows of both families are what transformers' own configs make of the same keys."""
+    from transformers import Qwen2Config
+
+    for first in range(6):
+        keys = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": first, "num_hidden_layers": 4}
+        theirs = Qwen2Config(**keys)
+        expected = tuple(8 if kind == "sliding_attention" else None for kind in theirs.layer_types)
+        assert read(QWEN2, **keys).windows == expected
