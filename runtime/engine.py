@@ -90,7 +90,7 @@ class Engine:
                     "steps": int(rows[info.index, FINISHED]),
                     "busy_s": float(rows[info.index, BUSY_NS]) / 1e9,
                     "hop_s": float(rows[info.index, HOP_NS]) / 1e9,
-                    **info.stats,
+                    "executable": info.stats,
                 }
                 for info in self._infos()
             ],

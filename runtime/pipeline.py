@@ -178,7 +178,7 @@ class Pipeline:
         `requests`, `prompt_tokens`, `tokens` (generated), `steps`; `running` and `waiting` requests now; `kv_pages` by
         class (`used`, `total`, `page_tokens`); `slices` in order: `slice`, `runs_on`, `steps`, `busy_s` (computing),
         `hop_s` (from the hand-over by the slice before to the start; with several steps in flight this includes waiting
-        in line), and the counters of the executable.
+        in line), `executable` (its own counters).
         """
         return self._engine.stats()
 
