@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from plait.cost_models.catalogue import check_device, cluster_for, network_link, reserve_bytes, with_links
+from plait.cost_models.catalogue import NULL, check_device, cluster_for, network_link, reserve_bytes, with_links
 from plait.cost_models.entries import Loader, defaults
 from plait.errors import UserError
 from plait.spec import Cluster, Device, Link, from_dict, parse_target
@@ -38,7 +38,8 @@ _UNITS = {f"{prefix}{i}B": (1024 if i else 1000) ** n for n, prefix in enumerate
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """Either `target` (catalogue) or `name`, `backend`, `arch` and the numbers; the rest overrides."""
+    """Either `target` (catalogue) or `name`, `arch` and the numbers; the rest overrides. Without a backend a device is
+    planned on and nothing more (`null`)."""
 
     target: str | None = None
     name: str | None = None
@@ -133,7 +134,7 @@ def _devices(number: int, entry: DeviceEntry) -> tuple[Device, ...]:
 
 def _own(where: str, number: int, entry: DeviceEntry) -> Device:
     """A device that is not in the catalogue: nothing is assumed but what `defaults.yaml` assumes for all."""
-    required = ("backend", "arch", "memory_bytes", "bandwidth_bytes_per_s", "peak_flops_per_s")
+    required = ("arch", "memory_bytes", "bandwidth_bytes_per_s", "peak_flops_per_s")
     missing = [name for name in required if not getattr(entry, name)]
     if missing:
         raise UserError(
@@ -141,12 +142,13 @@ def _own(where: str, number: int, entry: DeviceEntry) -> Device:
             f"{where}: {entry.name} lacks {', '.join(missing)}",
             why="a device with unknown numbers is not a device with none",
         )
-    assert entry.name and entry.backend and entry.arch and entry.peak_flops_per_s
+    backend = entry.backend or NULL
+    assert entry.name and entry.arch and entry.peak_flops_per_s
     known = defaults()
     return Device(
         id="",
         name=entry.name,
-        backend=entry.backend,
+        backend=backend,
         arch=entry.arch,
         host=entry.host or f"host{number}",
         memory_bytes=0,
@@ -154,7 +156,7 @@ def _own(where: str, number: int, entry: DeviceEntry) -> Device:
         peak_flops_per_s={},
         achieved=dict.fromkeys(entry.peak_flops_per_s, known.achieved),
         bandwidth_achieved=known.bandwidth_achieved,
-        step_overhead_s=known.of_backend(entry.backend).step_overhead_s,
+        step_overhead_s=known.of_backend(backend).step_overhead_s,
         sources=("given in cluster.yaml",),
     )
 

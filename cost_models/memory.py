@@ -57,7 +57,7 @@ class MemoryModel:
     def activations(self) -> Floats:
         incoming = np.array([0, *self.profile.boundary_bytes_per_token, 0], dtype=float)
         largest = slice_maxima([unit.facts.activation_bytes_per_token for unit in self.profile.units])
-        return np.triu(largest + incoming[:, None], k=1) * self.max_step_tokens
+        return np.asarray(np.triu(largest + incoming[:, None], k=1) * self.max_step_tokens)
 
     @cached_property
     def logits(self) -> Floats:

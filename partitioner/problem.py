@@ -139,11 +139,13 @@ def refused_units(problem: Problem, device: Device) -> dict[int, str]:
 
 
 def _refused_by_op(problem: Problem, op: str) -> Iterable[int]:
-    """`plait.attention (block 3)` is unit 4. A name without a block means every unit that has such an op."""
+    """`plait.attention (block 3)` is unit 4. An op without a block stands before the first or after the last; a name
+    that fits neither bars everything, to be safe."""
     match = _BLOCK.search(op)
     if match:
         return (int(match[1]) + 1,)
-    named = [i for i, unit in enumerate(problem.profile.units) if any(o.name in op for o in unit.facts.ops)]
+    outer = {0: problem.profile.embed, problem.blocks + 1: problem.profile.head}
+    named = [i for i, unit in outer.items() if any(facts.name == op for facts in unit.facts.ops)]
     return named or range(problem.blocks + 2)
 
 
