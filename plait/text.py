@@ -67,13 +67,18 @@ class Pipeline:
         return self._artifact.manifest
 
     @property
+    def chat_template(self) -> str | None:
+        """The model's chat template, a jinja2 text; None where the checkpoint had none."""
+        template = json.loads((self._artifact.folder / "generation.json").read_text())["chat_template"]
+        return template if isinstance(template, str) else None
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises CheckpointError when the checkpoint had none."""
         if self._tokenizer is None:
-            generation = json.loads((self._artifact.folder / "generation.json").read_text())
             self._tokenizer = Tokenizer.open(
                 self._artifact.folder / "tokenizer.json",
-                chat_template=generation["chat_template"],
+                chat_template=self.chat_template,
                 bos_token_id=self.manifest.bos_token_id,
                 eos_token_ids=self.manifest.eos_token_ids,
             )

@@ -1,8 +1,6 @@
-"""Numbers and names as people read them: the same words in tables, errors and reports. Standard library only."""
+"""Numbers as people read them. Standard library only, so that the quick commands stay quick."""
 
 from __future__ import annotations
-
-from plait.spec import Cause, Estimate
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
@@ -22,36 +20,6 @@ def seconds_text(seconds: float) -> str:
 def rate_text(per_second: float, unit: str) -> str:
     """`3.35 TB/s`, `989 TFLOP/s`; `unit` is `B/s` or `FLOP/s`."""
     return _scaled(per_second, tuple((size, prefix + unit) for size, prefix in _RATES)) or f"{per_second:.3g} {unit}"
-
-
-def count_text(count: float) -> str:
-    """`134,515,008`; three digits below a thousand."""
-    return f"{count:,.0f}" if abs(count) >= 1000 else f"{count:.3g}"
-
-
-def seconds_range(estimate: Estimate) -> str:
-    """`12 ms (9 ms to 20 ms, roofline)`."""
-    value, low, high = map(seconds_text, (estimate.value, estimate.low, estimate.high))
-    return f"{value} ({low} to {high}, {estimate.source})"
-
-
-def count_range(estimate: Estimate, unit: str) -> str:
-    """`1,200 tokens/s (800 to 1,500, roofline)`."""
-    value, low, high = map(count_text, (estimate.value, estimate.low, estimate.high))
-    return f"{value} {unit} ({low} to {high}, {estimate.source})"
-
-
-def blocks_text(blocks: tuple[int, int]) -> str:
-    """`0-14`, both included; `7` for one block."""
-    start, end = blocks
-    return str(start) if end - start == 1 else f"{start}-{end - 1}"
-
-
-def cause_text(cause: Cause | None) -> str:
-    """A cause in one line: why, the number behind it, the runner-up. Its source is left to the report."""
-    if cause is None:
-        return ""
-    return "; ".join(part for part in (cause.why, cause.number, cause.runner_up) if part)
 
 
 def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str | None:

@@ -12,9 +12,9 @@ from plait.cli.options import Json, PlanOptions, Verbose, with_plan_options
 
 NAME = "compile"
 
-HELP = """Plan a model over several devices, compile each slice for its device, and write an artifact.
+HELP = """Compile a model for several devices at once.
 
-Needs none of the devices. Says what it understood, where each layer goes and why, and where each slice will really run;
+Plans the model over the devices, compiles each slice for its device and writes an artifact. Needs no device. Says what it understood, where each layer goes and why, and where each slice will really run;
 a device that is not here is emulated on the host. Nothing is written when something fails.
 
 \b
@@ -54,7 +54,9 @@ def command(
     asked = api.request(**arguments)
     screen.show(request_facts(asked, str(folder)))
     with screen.phases() as progress:
-        made = api.compile_request(asked, output=folder, embed_weights=embed_weights, dump_ir=dump_ir, progress=progress)
+        made = api.compile_request(
+            asked, output=folder, embed_weights=embed_weights, dump_ir=dump_ir, progress=progress
+        )
     slices = made.manifest.slices
     for part in plan_tables(made.plan, [item.runs_on for item in slices], screen.width, verbose=verbose):
         screen.show(part)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from plait.cli import compile, devices, doctor, inspect, plan, pull, run_
+from plait.cli import compile, devices, doctor, inspect, plan, pull
+from plait.cli import run as run_command
 from plait.cli.root import Root
 
 _HELP = """Compile one transformer for several kinds of accelerators at once, and run it.
@@ -35,7 +36,7 @@ app = typer.Typer(
     context_settings=_SETTINGS,
 )
 
-for _command in (compile, plan, run_, devices, doctor, inspect, pull):
+for _command in (compile, plan, run_command, devices, doctor, inspect, pull):
     app.command(_command.NAME, help=_command.HELP, context_settings=_SETTINGS)(_command.command)
 
 

@@ -49,7 +49,9 @@ class PlanOptions:
     ] = None
     workload: Annotated[
         str | None,
-        typer.Option("--workload", metavar="NAME", help="What will be asked: chat (default), single, batch, summarize, code."),
+        typer.Option(
+            "--workload", metavar="NAME", help="What will be asked: chat (default), single, batch, summarize, code."
+        ),
     ] = None
     context: Annotated[
         int | None, typer.Option("--context", metavar="N", help="Tokens of one request, prompt and output together.")
@@ -127,7 +129,7 @@ def parse_pins(texts: list[str]) -> dict[str, str]:
 
 
 def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `options: PlanOptions` of a command by its fields, each an argument or option of its own."""
+    """Replace the parameter `options: PlanOptions` of a command by its fields, each an option of its own."""
     hints = typing.get_type_hints(PlanOptions, include_extras=True)
     own_hints = typing.get_type_hints(command, include_extras=True)
     shared = [

@@ -13,7 +13,7 @@ from plait.cli.options import Json, PlanOptions, Verbose, with_plan_options
 
 NAME = "plan"
 
-HELP = """Say which device would run which layers, how fast, and why.
+HELP = """Say which device would run which layers, and why.
 
 Reads the config and the headers of the weights, never the weights; a config.json alone is enough. Needs no device, no
 PyTorch and no JAX.

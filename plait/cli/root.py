@@ -102,9 +102,10 @@ def _show(screen: Console, error: PlaitError) -> None:
 
     from plait.cli.tables import fit_table
 
-    screen.print(Text.assemble(("error: ", "bold red"), error.what, (f"  [{error.code}]", "dim")))
+    # Not wrapped here: a terminal wraps by itself, and a log keeps its lines whole.
+    screen.print(Text.assemble(("error: ", "bold red"), error.what, (f"  [{error.code}]", "dim")), soft_wrap=True)
     if isinstance(error, FitError) and error.rows:
-        screen.print(fit_table(error.rows))
+        screen.print(fit_table(error))
     for label, text in (("why", error.why), ("try", error.hint)):
         if text:
-            screen.print(Text.assemble((f"  {label}: ", "bold"), text))
+            screen.print(Text.assemble((f"  {label}: ", "bold"), text), soft_wrap=True)

@@ -53,6 +53,10 @@ class Screen:
         """One dim line on stderr."""
         self._err.print(text, style="dim")
 
+    def aside(self, item: RenderableType) -> None:
+        """A table about the work, not the answer: stderr."""
+        self._err.print(item)
+
     def next(self, command: str) -> None:
         """The exact command that comes next, on a line of its own so that it can be copied."""
         self._out.print(f"\nnext: {command}", style="bold", soft_wrap=True)

@@ -1,34 +1,48 @@
-"""Values as rich tables. Nothing here decides anything."""
+"""Values as rich tables. Nothing here decides anything; the rows come from `plait.partitioner.report`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
-from plait.words import blocks_text, bytes_text, cause_text, count_range, count_text, seconds_range, seconds_text
+from plait.words import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from plait.api import Request
-    from plait.spec import Estimate, MemoryEstimate, Plan, PlannedSlice
+    from plait.errors import FitError
+    from plait.spec import Cause, Plan
+
+#: Columns that hold numbers or short words; the others may fold.
+NUMBERS = ("slice", "layers", "weights", "KV", "prefill", "decode", "needed", "free", "short by")
+
+#: Columns whose words are copied into commands.
+COPIED = ("name", "target", "device")
 
 #: Narrower than this, causes stand below the plan's table and not in it.
 CAUSE_COLUMN_FROM = 110
 
 
-def table(columns: Iterable[str], *, right: Iterable[str] = (), title: str | None = None) -> Table:
-    """An empty table; the columns named in `right` hold numbers."""
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+def table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]] = (), *, right: Iterable[str] = NUMBERS, title: str = ""
+) -> Table:
+    """A table; the columns named in `right` hold numbers and do not wrap."""
+    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        number = name in right
+        made.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number or name in COPIED)
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
-def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+def facts(rows: Iterable[tuple[str, str]], title: str = "") -> Table:
     """Name and value, one pair per line; pairs without a value are left out."""
-    made = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    made = Table(
+        box=None, show_header=False, title=title or None, title_justify="left", title_style="bold", pad_edge=False
+    )
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in rows:
@@ -40,15 +54,14 @@ def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> Table:
 def request_facts(asked: Request, output: str | None) -> Table:
     """What was understood, with every default filled in."""
     work = asked.workload
-    devices = ", ".join(f"{d.id} ({d.backend}:{d.arch} on {d.host})" for d in asked.cluster.devices)
-    limits = [f"{name} at most {seconds_text(limit)}" for name, limit in
-              (("first token", work.max_ttft_s), ("each token", work.max_tpot_s)) if limit is not None]  # fmt: skip
+    times = (("first token", work.max_ttft_s), ("each output token", work.max_tpot_s))
+    limits = [f"{name} within {seconds_text(limit)}" for name, limit in times if limit is not None]
     asks = f"{work.name}: {work.concurrency} requests of {work.prompt_tokens} + {work.output_tokens} tokens"
     return facts(
         [
             ("model", str(asked.model)),
             ("config", str(asked.config or "")),
-            ("devices", devices),
+            ("devices", ", ".join(f"{d.id} ({d.backend}:{d.arch} on {d.host})" for d in asked.cluster.devices)),
             ("workload", ", ".join([asks, *limits])),
             ("objective", asked.objective),
             ("dtype", asked.dtype or "the checkpoint's"),
@@ -68,78 +81,50 @@ def plan_tables(plan: Plan, runs_on: Sequence[str] | None, width: int, *, verbos
     Args:
         runs_on: where each slice really runs; None where no backend was asked.
         width: columns there are; narrow ones get the causes below the table.
-        verbose: also every part of each slice's memory.
+        verbose: also every part of each slice's memory, and everything behind the causes.
     """
+    from plait.partitioner.report import COLUMNS, summary_rows, table_rows
+
     wide = width >= CAUSE_COLUMN_FROM
-    numbers = ("slice", "layers", "weights", "KV", "prefill", "decode")
-    columns = ["slice", "device", *numbers[1:], *(["runs on"] if runs_on else []), *(["cause"] if wide else [])]
-    slices = table(columns, right=numbers, title=f"plan of {plan.model}: {plan.blocks} layers in {plan.dtype}")
-    for index, item in enumerate(plan.slices):
-        where = [runs_on[index]] if runs_on else []
-        slices.add_row(str(index), *_slice_cells(item), *where, *([cause_text(item.cause)] if wide else []))
-    yield slices
-    if not wide:
-        yield facts([(f"slice {i}", cause_text(item.cause)) for i, item in enumerate(plan.slices)], title="causes")
+    columns, rows = [*COLUMNS[:-1], "runs on", COLUMNS[-1]], []
+    for index, (*cells, cause) in enumerate(table_rows(plan)):
+        rows.append([*cells, runs_on[index] if runs_on else "", cause])
+    hidden = {name for name, hide in (("runs on", not runs_on), (COLUMNS[-1], not wide)) if hide}
+    keep = [i for i, name in enumerate(columns) if name not in hidden]
+    yield table(
+        [columns[i] for i in keep],
+        [[row[i] for i in keep] for row in rows],
+        title=f"plan of {plan.model}: {plan.blocks} layers in {plan.dtype}",
+    )
+    if verbose or not wide:
+        causes = ((f"slice {i}", cause_text(item.cause, verbose)) for i, item in enumerate(plan.slices))
+        yield facts(causes, title="causes")
     if verbose:
         yield memory_table(plan)
-    yield facts(_whole(plan), title="predicted")
+    idle = ((f"{item.device} idle", cause_text(item.cause, True)) for item in plan.idle)
+    yield facts([*summary_rows(plan), ("cause", cause_text(plan.cause, True)), *idle], title="predicted")
 
 
-def _slice_cells(item: PlannedSlice) -> list[str]:
-    memory = item.memory
-    return [
-        "+".join(item.devices),
-        blocks_text(item.blocks),
-        bytes_text(memory.weights_bytes) if memory else "-",
-        bytes_text(memory.kv_bytes) if memory else "-",
-        _seconds(item.prefill_s),
-        _seconds(item.decode_s),
-    ]
-
-
-def _seconds(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else seconds_text(estimate.value)
-
-
-def _whole(plan: Plan) -> Iterable[tuple[str, str]]:
-    if plan.prediction is not None:
-        yield "time to first token", seconds_range(plan.prediction.ttft_s)
-        yield "time per output token", seconds_range(plan.prediction.tpot_s)
-        yield "throughput", count_range(plan.prediction.output_tokens_per_s, "tokens/s")
-        yield "largest context", f"{count_text(plan.prediction.max_context_tokens)} tokens per request"
-        yield "KV capacity", f"{count_text(plan.prediction.max_kv_tokens)} tokens"
-    yield "cause", cause_text(plan.cause)
-    for idle in plan.idle:
-        yield f"{idle.device} idle", cause_text(idle.cause)
+def cause_text(cause: Cause | None, everything: bool) -> str:
+    """Why; with `everything` also the number behind it, its source and the runner-up."""
+    if cause is None:
+        return ""
+    parts = (cause.why, cause.number, cause.source, cause.runner_up) if everything else (cause.why,)
+    return "; ".join(part for part in parts if part)
 
 
 def memory_table(plan: Plan) -> Table:
     """Every part of each slice's memory, and what is left."""
-    names = ("weights", "KV", "activations", "logits", "reserve", "free", "of")
-    made = table(["slice", "device", *names], right=("slice", *names), title="memory")
-    for index, item in enumerate(plan.slices):
-        if item.memory is not None:
-            made.add_row(str(index), "+".join(item.devices), *map(bytes_text, memory_parts(item.memory)))
-    return made
+    from plait.partitioner.report import memory_bars
+
+    bars = memory_bars(plan)
+    names = [name for name, _ in bars[0].parts]
+    rows = [[bar.device, *(bytes_text(size) for _, size in bar.parts), bytes_text(bar.capacity_bytes)] for bar in bars]
+    return table(["device", *names, "of"], rows, right=(*names, "of"), title="memory")
 
 
-def memory_parts(memory: MemoryEstimate) -> tuple[int, ...]:
-    return (
-        memory.weights_bytes,
-        memory.kv_bytes,
-        memory.activations_bytes,
-        memory.logits_bytes,
-        memory.reserve_bytes,
-        memory.free_bytes,
-        memory.capacity_bytes,
-    )
+def fit_table(error: FitError) -> Table:
+    """Needed, free and short-by per device."""
+    from plait.partitioner.report import FIT_COLUMNS, fit_rows
 
-
-def fit_table(rows: Iterable[Mapping[str, int | str]]) -> Table:
-    """Needed, free and short-by per device, of `FitError.rows`. A device that has enough is short by nothing."""
-    made = table(["device", "blocks", "needed", "free", "short by"], right=("needed", "free", "short by"))
-    for row in rows:
-        short = int(row["short_by"])
-        needed, free = bytes_text(int(row["needed"])), bytes_text(int(row["free"]))
-        made.add_row(str(row["device"]), str(row.get("blocks", "")), needed, free, bytes_text(short) if short else "-")
-    return made
+    return table(FIT_COLUMNS, fit_rows(error))

@@ -1,0 +1,121 @@
+"""`plait devices`: the catalogue, and which of it is here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plait.cli.options import Json
+
+if TYPE_CHECKING:
+    from plait.cost_models.entries import Entry
+    from plait.present import Found
+
+NAME = "devices"
+
+HELP = """List the devices plait can plan for.
+
+The names in the first two columns go after --targets.
+
+\b
+    plait devices            # all of them
+    plait devices mi300      # everything known about one
+
+Peaks are dense, not sparse. "read" numbers were read in the named source, "derived" ones computed from such, "memory"
+ones await another reading.
+"""
+
+COLUMNS = ("name", "also called", "chip", "target", "memory", "bandwidth", "bf16 peak", "numbers", "here")
+
+
+def command(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", show_default=False, help="Show everything about this device.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    from plait.cli.screen import Screen
+    from plait.cli.tables import facts, table
+    from plait.cost_models.catalogue import devices, lookup
+    from plait.present import accelerators
+    from plait.registry import backend_names
+    from plait.spec import to_dict
+
+    screen = Screen(as_json=as_json)
+    here = accelerators()
+    chosen = devices() if name is None else (lookup(name),)
+    counts = [_count(entry, here) for entry in chosen]
+    if name is None:
+        rows = [_row(entry, count) for entry, count in zip(chosen, counts, strict=True)]
+        screen.show(table(COLUMNS, rows, right=("memory", "bandwidth", "bf16 peak", "here")))
+        screen.note(
+            f"cpu is this host. There are backends for {', '.join(backend_names())}; other devices can be planned for, not "
+            "compiled for. A device that is not here is emulated on the host when its slice runs."
+        )
+    else:
+        screen.show(facts(_everything(chosen[0], counts[0]), title=chosen[0].title))
+    screen.result({"devices": [{**to_dict(entry), "here": count} for entry, count in zip(chosen, counts, strict=True)]})
+
+
+def _count(entry: Entry, here: tuple[Found, ...]) -> int:
+    from plait.cost_models.catalogue import devices
+    from plait.present import matches
+
+    return sum(matches(entry, found, devices()) for found in here)
+
+
+def _row(entry: Entry, count: int) -> list[str]:
+    return [
+        entry.label,
+        ", ".join(entry.names[1:]),
+        entry.title,
+        f"{entry.backend}:{entry.arch}",
+        f"{entry.memory.capacity:g} {entry.memory.unit}",
+        _bandwidth(entry),
+        _peak(entry, "bfloat16"),
+        "announced only" if entry.status == "announced" else entry.confidence,
+        str(count) if count else "no",
+    ]
+
+
+def _bandwidth(entry: Entry) -> str:
+    from plait.words import rate_text
+
+    rate = entry.memory.bandwidth_gb_per_s
+    return "-" if rate is None else rate_text(rate * 1e9, "B/s")
+
+
+def _peak(entry: Entry, dtype: str) -> str:
+    """The dense peak, per chip. A dtype without matrix units that runs in passes of another is not a peak."""
+    from plait.words import rate_text
+
+    peak = entry.peak_tflops.get(dtype)
+    return "-" if peak is None else rate_text(peak * 1e12, "FLOP/s")
+
+
+def _everything(entry: Entry, count: int) -> list[tuple[str, str]]:
+    from plait.cost_models.entries import sources
+    from plait.registry import backend_names
+
+    backend = "there is one" if entry.backend in backend_names() else "none: it can be planned for, not compiled for"
+    texts: dict[str, Any] = sources()
+    peaks = ((dtype, _peak(entry, dtype)) for dtype in entry.peak_tflops)
+    return [
+        ("names", ", ".join(entry.names)),
+        ("vendor", entry.vendor),
+        ("target", f"{entry.backend}:{entry.arch}"),
+        ("status", entry.status),
+        ("backend", backend),
+        ("here", str(count) if count else "no"),
+        ("memory", f"{entry.memory.capacity:g} {entry.memory.unit} {entry.memory.kind}, {_bandwidth(entry)}"),
+        *((f"{dtype} peak", text) for dtype, text in peaks),
+        *((f"{dtype} emulated", f"{passes} passes of {base}") for dtype, (base, passes) in entry.emulated.items()),
+        ("logical devices", f"{entry.logical.count}: {entry.logical.why}" if entry.logical else ""),
+        ("peer link", f"{entry.peer.kind}, {entry.peer.total_gb_per_s:g} GB/s one way" if entry.peer else ""),
+        ("host link", f"{entry.host.kind}, {entry.host.gb_per_s:g} GB/s one way" if entry.host else ""),
+        ("power", f"{entry.tdp_w:g} W" if entry.tdp_w else ""),
+        ("numbers", entry.confidence),
+        *((f"source {name}", texts.get(name, "")) for name in entry.sources),
+        ("note", entry.note or ""),
+    ]

@@ -1,0 +1,210 @@
+"""`plait inspect`: what is in a checkpoint or an artifact."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plait.cli.options import Json
+from plait.words import bytes_text
+
+if TYPE_CHECKING:
+    from plait.cli.screen import Screen
+    from plait.frontend.config import DecoderConfig
+
+NAME = "inspect"
+
+HELP = """Say what is in a checkpoint or in an artifact.
+
+Of a checkpoint: family, config, tensors by dtype, parameters, KV cache per token, what is unused. Of an artifact:
+slices, files, memory, where each slice runs. Everything plait would refuse when it compiles or runs is refused here too.
+
+\b
+    plait inspect smollm2
+    plait inspect model.gguf
+    plait inspect smollm2.plait
+"""
+
+
+def command(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", show_default=False, help="A checkpoint, as for plait plan, or an artifact."),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="The config.json of a weights file that lies alone."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    from plait.artifact import MANIFEST
+    from plait.cli.screen import Screen
+
+    screen = Screen(as_json=as_json)
+    if (path / MANIFEST).is_file():
+        _artifact(screen, path)
+    else:
+        _checkpoint(screen, path, config)
+
+
+def _checkpoint(screen: Screen, path: Path, config: Path | None) -> None:
+    from plait.cli.tables import facts, table
+
+    found = checkpoint_facts(path, config)
+    tensors, kv = found["tensors"], found["kv_bytes_per_token"]
+    stored = (
+        "no weights, a config only"
+        if tensors is None
+        else f"{bytes_text(found['weight_bytes'])} in {len(found['files'])} file(s)"
+    )
+    lines = [
+        ("family", found["family"]),
+        ("dtype", found["dtype"]),
+        ("parameters", f"{found['parameters']:,}"),
+        ("weights", stored),
+        ("KV cache", f"{bytes_text(kv)} per token of context, in {found['dtype']}"),
+        ("max positions", f"{found['max_positions']:,} tokens"),
+        ("tokenizer", "yes" if found["tokenizer"] else "none: token ids only"),
+        ("chat template", "yes" if found["chat_template"] else "none"),
+        *((name.replace("_", " "), str(value)) for name, value in found["config"].items()),
+    ]
+    screen.show(facts(lines, title=found["name"]))
+    if tensors is not None:
+        rows = [(name, str(row["tensors"]), bytes_text(row["bytes"])) for name, row in tensors.items()]
+        screen.show(table(("stored as", "tensors", "size"), rows, right=("tensors", "size")))
+    for name, why in found["unused"].items():
+        screen.show(f"unused: {name} ({why})")
+    screen.result({"checkpoint": found})
+
+
+def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
+    """What `plait inspect --json` prints of a checkpoint. Reads headers, no tensor's data, unless two must be compared.
+
+    Raises:
+        CheckpointError, UnsupportedError: what `plait plan` would raise.
+    """
+    from plait.cost_models.profile import profile
+    from plait.frontend.checkpoint import open_checkpoint
+    from plait.frontend.lower import lower, unused_tensors
+    from plait.ir import weights
+
+    checkpoint = open_checkpoint(path, config)
+    module = lower(checkpoint)
+    refs = checkpoint.weights
+    unused = unused_tensors(checkpoint, module) if refs is not None else {}
+    units = profile(module).units
+    return {
+        "name": checkpoint.name,
+        "family": checkpoint.family,
+        "dtype": checkpoint.dtype,
+        "parameters": sum(math.prod(op.result.type.get_shape()) for op in weights(module).values()),
+        "weight_bytes": None if refs is None else sum(ref.nbytes for ref in refs.values()),
+        "kv_bytes_per_token": sum(kv.bytes_per_token for unit in units for kv in unit.facts.kv),
+        "max_positions": checkpoint.max_positions,
+        "config": config_facts(checkpoint.config),
+        "tokenizer": checkpoint.tokenizer is not None,
+        "chat_template": checkpoint.chat_template is not None,
+        "tensors": None if refs is None else _by_encoding((ref.encoding, ref.nbytes) for ref in refs.values()),
+        "files": {str(name): size for name, (size, _) in checkpoint.files.items()},
+        "unused": unused,
+    }
+
+
+def _by_encoding(refs: Any) -> dict[str, dict[str, int]]:
+    """Tensors and bytes by how they are stored, most bytes first."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for encoding, nbytes in refs:
+        counts[encoding] += 1
+        sizes[encoding] += nbytes
+    return {name: {"tensors": counts[name], "bytes": size} for name, size in sizes.most_common()}
+
+
+def config_facts(config: DecoderConfig) -> dict[str, Any]:
+    """The config in normal form; what every block has alike is said once."""
+    from plait.spec import to_dict
+
+    facts: dict[str, Any] = {}
+    for name, value in to_dict(config).items():
+        if name in ("family", "max_positions", "dtype"):
+            continue
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]
+        if value is not None:
+            facts[name] = value
+    return facts
+
+
+def _artifact(screen: Screen, path: Path) -> None:
+    from plait.cli.tables import facts, memory_table, table
+
+    found, plan = artifact_facts(path)
+    weights = found["weights"]
+    lines = [
+        ("model", f"{found['model']} ({found['family']}), {found['dtype']}"),
+        ("written by", f"plait {found['plait_version']}, format {found['format_version']}"),
+        ("files", f"{len(found['files'])}, {bytes_text(found['bytes'])}, every digest right"),
+        ("weights", f"{weights['where']}: {weights['state']}"),
+        ("requests", f"up to {found['max_sequences']} at once, {found['max_kv_tokens']:,} KV tokens together"),
+        ("max positions", f"{found['max_positions']:,} tokens"),
+    ]
+    screen.show(facts(lines, title=str(path)))
+    rows = [
+        (
+            s["folder"],
+            s["device"],
+            s["target"],
+            f"{s['blocks'][0]}:{s['blocks'][1]}",
+            s["runs_on"],
+            ", ".join(s["crosses"]),
+        )
+        for s in found["slices"]
+    ]
+    screen.show(table(("slice", "device", "target", "layers", "runs on", "hands on"), rows, right=("layers",)))
+    screen.show(memory_table(plan))
+    screen.result({"artifact": found})
+
+
+def artifact_facts(path: Path) -> tuple[dict[str, Any], Any]:
+    """What `plait inspect --json` prints of an artifact, and its plan. Checks every digest.
+
+    Raises:
+        ArtifactError: as `plait.artifact.read_artifact` says. Weights that are not there are stated, not refused.
+    """
+    from plait.artifact import check_weights, read_artifact
+    from plait.errors import ArtifactError
+    from plait.spec import to_dict
+
+    artifact = read_artifact(path)
+    manifest, plan = artifact.manifest, artifact.plan
+    try:
+        check_weights(artifact)
+        state = "as they were when it was compiled"
+    except ArtifactError as err:
+        state = err.what
+    data = to_dict(manifest)
+    sizes = {name: (artifact.folder / name).stat().st_size for name in manifest.files}
+    slices = [
+        {
+            **{name: item[name] for name in ("folder", "device", "backend", "target", "runs_on", "blocks", "dtype")},
+            "crosses": [f"{out['name']} {out['dtype']}" for out in item["outputs"]],
+            "memory": to_dict(planned.memory),
+        }
+        for item, planned in zip(data["slices"], plan.slices, strict=True)
+    ]
+    kept = (
+        "model", "family", "dtype", "plait_version", "format_version", "page_tokens",
+        "max_sequences", "max_kv_tokens", "max_positions",
+    )  # fmt: skip
+    where = str(artifact.weight_root) if manifest.weights else "inside the artifact"
+    return {
+        **{name: data[name] for name in kept},
+        "files": sizes,
+        "bytes": sum(sizes.values()),
+        "weights": {"where": where, "state": state},
+        "slices": slices,
+    }, plan

@@ -1,0 +1,233 @@
+"""What this machine can do for plait: one check per thing that may be missing, with the reason."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.words import bytes_text
+
+Status = Literal["PASS", "WARN", "FAIL"]
+
+#: Frames between workers lie in memory files; a step of a large model hands over some hundred megabytes.
+_ENOUGH_MEMORY_BYTES = 2 * 10**9
+_SHM_BYTES = 64 * 2**20
+_OLDEST_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True)
+class Check:
+    """PASS, WARN (something is not available here) or FAIL (plait cannot work), and why."""
+
+    name: str
+    status: Status
+    reason: str
+
+
+def checks() -> Iterator[Check]:
+    """Every check, in order, as it is done. A check that breaks is a FAIL with its error."""
+    for name, run in _CHECKS:
+        try:
+            yield from run()
+        except Exception as error:
+            yield Check(name, "FAIL", f"{type(error).__name__}: {error}".replace("\n", " "))
+
+
+def _python() -> Iterator[Check]:
+    good = sys.version_info >= _OLDEST_PYTHON
+    yield Check("python", "PASS" if good else "FAIL", f"{platform.python_version()} at {sys.executable}")
+    linux = sys.platform == "linux"
+    reason = (
+        platform.platform(terse=True) if linux else f"{sys.platform}: worker processes need Linux; --in-process works"
+    )
+    yield Check("system", "PASS" if linux else "WARN", reason)
+
+
+def _wheels() -> Iterator[Check]:
+    """The wheels plait's own metadata names: those it always needs, then those of the extras that run slices."""
+    for requirement in importlib.metadata.requires("plait") or ():
+        name = re.match(r"[\w.-]+", requirement)
+        extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
+        if name is None or name[0] == "plait" or (extra is not None and extra[1] not in ("run", "xla")):
+            continue
+        yield _wheel(name[0], "FAIL" if extra is None else "WARN", extra[1] if extra else "")
+
+
+def _wheel(name: str, when_missing: Status, extra: str) -> Check:
+    try:
+        return Check(f"wheel {name}", "PASS", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        package = f"plait[{extra}]" if extra else "plait"
+        return Check(f"wheel {name}", when_missing, f"not installed: pip install '{package}'")
+
+
+def _host() -> Iterator[Check]:
+    from plait.cost_models.host import core_count, memory_bytes
+
+    total, available = memory_bytes()
+    enough = available >= _ENOUGH_MEMORY_BYTES
+    reason = f"{core_count()} cores, {bytes_text(available)} of {bytes_text(total)} memory available"
+    yield Check("host", "PASS" if enough else "WARN", reason)
+
+
+def _shared_memory() -> Iterator[Check]:
+    """What tensors cross between workers in."""
+    handle = os.memfd_create("plait-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(handle, _SHM_BYTES)
+        os.pwrite(handle, b"x", _SHM_BYTES - 1)
+    finally:
+        os.close(handle)
+    yield Check("memfd", "PASS", f"{bytes_text(_SHM_BYTES)} made and written")
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        yield Check("/dev/shm", "WARN", "not there")
+        return
+    free = shutil.disk_usage(folder).free
+    good = os.access(folder, os.W_OK) and free >= _SHM_BYTES
+    reason = f"{bytes_text(free)} free" + ("" if good else "; frameworks that share memory through it need more")
+    yield Check("/dev/shm", "PASS" if good else "WARN", reason)
+
+
+def _devices() -> Iterator[Check]:
+    from plait.present import accelerators
+
+    found = accelerators()
+    if not found:
+        yield Check("accelerators", "WARN", "none here: every slice for one is emulated on the host")
+    for number, item in enumerate(found):
+        yield Check(f"accelerator {number}", "PASS", f"{item.name} ({item.backend})")
+
+
+def _backends() -> Iterator[Check]:
+    from plait.errors import PlaitError
+    from plait.registry import backend_names, load_backend
+
+    targets = _sample_targets()
+    for name in backend_names():
+        try:
+            backend = load_backend(name)
+            if name not in targets:
+                yield Check(f"backend {name}", "PASS", "loads; not in the catalogue, so not asked about a target")
+                continue
+            answer = backend.capability(targets[name])
+        except PlaitError as error:
+            yield Check(
+                f"backend {name}", "WARN", "; ".join(part for part in (error.what, error.why, error.hint) if part)
+            )
+            continue
+        except Exception as error:
+            # The vendor's software lies underneath, and anything may be wrong with it.
+            yield Check(f"backend {name}", "FAIL", f"{type(error).__name__}: {error}".replace("\n", " "))
+            continue
+        status: Status = "WARN" if answer.emulated and name != "null" else "PASS"
+        yield Check(f"backend {name}", status, f"a slice for {targets[name]} runs on {answer.runs_on}")
+
+
+def _sample_targets() -> dict[str, str]:
+    """One target per backend: that of an accelerator that is here, else the first of the catalogue."""
+    from plait.cost_models.catalogue import devices
+    from plait.present import accelerators, matches
+
+    found = accelerators()
+    here = [entry for entry in devices() if any(matches(entry, item, devices()) for item in found)]
+    targets = {"cpu": "cpu:cpu"}
+    for entry in (*here, *devices()):
+        if entry.status != "announced":
+            targets.setdefault(entry.backend, f"{entry.backend}:{entry.arch}")
+    targets["null"] = "null:" + targets["cuda"].partition(":")[2]
+    return targets
+
+
+def _self_test() -> Iterator[Check]:
+    """A tiny random Llama, whole and cut in two: the same scores bit for bit. Without PyTorch, only that it runs."""
+    from plait.registry import IN_TREE
+
+    wheel = IN_TREE["cpu"].wheel
+    computes = wheel is None or importlib.util.find_spec(wheel) is not None
+    target = "cpu" if computes else "null:h100"
+    with tempfile.TemporaryDirectory(prefix="plait-doctor-") as scratch:
+        folder = Path(scratch)
+        write_tiny_llama(folder / "tiny")
+        whole, _ = _answer(folder, target, (2,))
+        split, runs_on = _answer(folder, f"2x{target}", (1, 1))
+    same = whole == split
+    compared = "with the same scores as one" if same else "but with other scores than one: wrong numbers"
+    reason = f"two slices on {runs_on} gave {len(split[1])} tokens, {compared}"
+    yield Check(
+        "self-test",
+        ("PASS" if computes else "WARN") if same else "FAIL",
+        reason if computes else f"{reason}; nothing was computed",
+    )
+
+
+def _answer(folder: Path, target: str, layers: tuple[int, ...]) -> tuple[tuple[bytes, list[int]], str]:
+    """(scores of a prompt, tokens after it) of the tiny model cut into `layers`, and where it ran."""
+    from plait import api
+
+    prompt = [1, 2, 3, 5, 8, 13]
+    made = api.compile_artifact(folder / "tiny", target, output=folder / f"{len(layers)}.plait", layers=layers)
+    with api.open(made.folder, in_process=True, threads=1) as pipe:
+        scores, tokens = pipe.logits(prompt), pipe.generate_ids([prompt], max_tokens=8)[0]
+        return (scores.tobytes(), tokens), " and ".join(dict.fromkeys(s.runs_on for s in pipe.manifest.slices))
+
+
+def write_tiny_llama(folder: Path, blocks: int = 2) -> None:
+    """A random Llama of a few kilobytes in Hugging Face layout: the same bytes every time."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    hidden, heads, kv_heads, inner, vocabulary = 32, 4, 2, 64, 64
+    head = hidden // heads
+    random = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    for i in range(blocks):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (heads * head, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv_heads * head, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv_heads * head, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }
+    config: dict[str, Any] = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": blocks, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head, "vocab_size": vocabulary, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32",
+        "attention_bias": False, "mlp_bias": False, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    tensors = {name: random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+_CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
+    ("python", _python),
+    ("wheels", _wheels),
+    ("host", _host),
+    ("memfd", _shared_memory),
+    ("accelerators", _devices),
+    ("backends", _backends),
+    ("self-test", _self_test),
+)
