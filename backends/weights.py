@@ -28,7 +28,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
-CHUNK_ELEMENTS = 1 << 18
+CHUNK_ELEMENTS = 1 << 16
 
 
 def read_weight(ref: WeightRef, dtype: str, root: Path | None = None) -> Array:
@@ -158,7 +158,7 @@ def _cast(stored: Array, dtype: np.dtype[Any], ref: WeightRef) -> Array:
     if stored.dtype == dtype:
         return stored
     # Through float32, which holds every stored value exactly: one rounding only.
-    wide = stored.astype(np.float32)
+    wide = stored.astype(np.float32, copy=False)
     with np.errstate(over="ignore"):
         values: Array = wide.astype(dtype)
     if not np.isfinite(values).all():
