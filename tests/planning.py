@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from plait.cost_models.profile import KVFacts, ModelProfile, OpFacts, Unit, UnitFacts, profile
-from plait.ir import Builder, Cost, Rope, Step
+from plait.ir import Cost, Step
 from plait.spec import Cluster, Device, Link
+from tests.ir_models import Shape, build
 
 GB, GIB = 10**9, 2**30
 
 
-def llama(
-    blocks: int = 4,
-    hidden: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    ffn: int = 96,
-    vocabulary: int = 128,
-    *,
-    dtype: str = "float32",
-    tied: bool = False,
-    windows: Sequence[int | None] | None = None,
-    max_positions: int | None = None,
-) -> ModelProfile:
-    """A model of the Llama family through the IR, as a profile."""
-    b, rope = Builder("llama", dtype), Rope(10000.0)
-    x = b.embed("embed", vocabulary, hidden)
-    for i in range(blocks):
-        b.block = i
-        name = f"layers.{i}."
-        normed = b.rms_norm(x, name + "norm1", 1e-5)
-        q = b.rope(b.linear(normed, name + "q", heads * head_dim), head_dim, rope)
-        k = b.rope(b.linear(normed, name + "k", kv_heads * head_dim), head_dim, rope)
-        v = b.linear(normed, name + "v", kv_heads * head_dim)
-        window = windows[i] if windows else None
-        attended = b.attention(
-            q, k, v, heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, window=window
-        )
-        x = b.add(x, b.linear(attended, name + "o", hidden))
-        normed = b.rms_norm(x, name + "norm2", 1e-5)
-        gated = b.silu_mul(b.linear(normed, name + "gate", ffn), b.linear(normed, name + "up", ffn))
-        x = b.add(x, b.linear(gated, name + "down", hidden))
-    b.block = None
-    x = b.rms_norm(x, "norm", 1e-5)
-    module = b.finish({"logits": b.logits(x, "embed" if tied else "head", vocabulary)})
-    return profile(module, max_positions=max_positions)
+def llama(*, max_positions: int | None = None, **shape: Any) -> ModelProfile:
+    """A model of the Llama family through the IR (`tests.ir_models.Shape`), as a profile."""
+    return profile(build(Shape(**shape)), max_positions=max_positions)
 
 
 def toy(
