@@ -83,7 +83,7 @@ def candidates(logits: Logits, params: SamplingParams) -> tuple[NDArray[np.int64
     scaled = logits.astype(np.float64) / params.temperature
     weights = np.exp(scaled - scaled.max())
     ids = np.arange(len(weights))
-    if params.top_k is not None and params.top_k < len(weights):
+    if params.top_k is not None:
         ids = _likeliest(weights, params.top_k)
     if params.top_p < 1:
         ids = _nucleus(weights, ids, params)

@@ -9,6 +9,7 @@ Tokens from `FIRST_FAULT` on are never sampled; put into a prompt, they make a s
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -188,7 +189,7 @@ def make_artifact(
     edges = [0, *cuts, len(windows)]
     boundary = Boundary("hidden", (None, HIDDEN), dtype)
     slices = []
-    for i, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(edges)):
         part = folder / f"slices/{i}-{devices[i]}"
         part.mkdir(parents=True, exist_ok=True)
         last = end == len(windows)
