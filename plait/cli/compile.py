@@ -14,8 +14,9 @@ NAME = "compile"
 
 HELP = """Compile a model for several devices at once.
 
-Plans the model over the devices, compiles each slice for its device and writes an artifact. Needs no device. Says what it understood, where each layer goes and why, and where each slice will really run;
-a device that is not here is emulated on the host. Nothing is written when something fails.
+Plans the model over the devices, compiles each slice for its device and writes an artifact. Needs no device. Says
+what it understood, where each layer goes and why, and where each slice will really run; a device that is not here is
+emulated on the host. Nothing is written when something fails.
 
 \b
     plait compile smollm2 --targets h100,mi300

@@ -50,8 +50,8 @@ def command(
         rows = [_row(entry, count) for entry, count in zip(chosen, counts, strict=True)]
         screen.show(table(COLUMNS, rows, right=("memory", "bandwidth", "bf16 peak", "here")))
         screen.note(
-            f"cpu is this host. There are backends for {', '.join(backend_names())}; other devices can be planned for, not "
-            "compiled for. A device that is not here is emulated on the host when its slice runs."
+            f"cpu is this host. There are backends for {', '.join(backend_names())}; other devices can be planned for, "
+            "not compiled for. A device that is not here is emulated on the host when its slice runs."
         )
     else:
         screen.show(facts(_everything(chosen[0], counts[0]), title=chosen[0].title))

@@ -12,7 +12,8 @@ NAME = "doctor"
 
 HELP = """Check this machine, and run a tiny model on it.
 
-Python, wheels, backends, devices, memory, and two slices from end to end. One line per check: PASS; WARN, something is not available here; FAIL, plait cannot work. Exit code 2 when one fails.
+Python, wheels, backends, devices, memory, and two slices from end to end. One line per check: PASS; WARN, something
+is not available here; FAIL, plait cannot work. Exit code 2 when one fails.
 """
 
 _STYLES = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red"}

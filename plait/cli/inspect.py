@@ -21,7 +21,8 @@ NAME = "inspect"
 HELP = """Say what is in a checkpoint or in an artifact.
 
 Of a checkpoint: family, config, tensors by dtype, parameters, KV cache per token, what is unused. Of an artifact:
-slices, files, memory, where each slice runs. Everything plait would refuse when it compiles or runs is refused here too.
+slices, files, memory, where each slice runs. Everything plait would refuse when it compiles or runs is refused here
+too.
 
 \b
     plait inspect smollm2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -38,18 +38,19 @@ class Root(TyperGroup):
         **extra: Any,
     ) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        code = run_safely(self, words, prog_name, extra)
+        parent = super().main
+        code = run_safely(words, lambda: parent(words, prog_name or "plait", standalone_mode=False, **extra))
         if standalone_mode:
             sys.exit(code)
         return code
 
 
-def run_safely(group: TyperGroup, words: list[str], prog_name: str | None, extra: dict[str, Any]) -> int:
-    """Run the command line `words`. Returns the exit code; never raises."""
+def run_safely(words: list[str], run: Callable[[], Any]) -> int:
+    """Do what the command line `words` asks for. Returns the exit code; never raises."""
     options = words[: words.index("--")] if "--" in words else words
     as_json, verbose = "--json" in options, bool({"-v", "--verbose"} & set(options))
     try:
-        code = super(Root, group).main(words, prog_name or "plait", standalone_mode=False, **extra)
+        code = run()
         sys.stdout.flush()
     except BrokenPipeError:
         # What is still in the buffer cannot be written either; without this Python complains when it exits.
@@ -86,8 +87,8 @@ def _fault(error: Exception) -> PlaitError:
 
 def _report(error: PlaitError, as_json: bool, verbose: bool) -> int:
     if as_json:
-        more = {"rows": list(error.rows)} if isinstance(error, FitError) else {}
-        write_json({"error": {**error.to_dict(), "exit_code": error.exit_code, **more}})
+        rows = {"rows": list(error.rows)} if isinstance(error, FitError) else {}
+        write_json({"error": {**error.to_dict(), "exit_code": error.exit_code, **rows}})
     else:
         from plait.cli.screen import console
 

@@ -21,8 +21,9 @@ NAME = "run"
 
 HELP = """Let an artifact answer a prompt.
 
-Starts the slices, one worker process each, and prints the text as it comes. The last line says where each slice ran; a
-slice of a device that is not here runs emulated on the host. The prompt goes through the model's chat template if it has one; --raw continues the text as it stands.
+Starts the slices, one worker process each, and prints the text as it comes. The last line says where each slice ran;
+a slice of a device that is not here runs emulated on the host. The prompt goes through the model's chat template if
+it has one; --raw continues the text as it stands.
 
 \b
     plait run smollm2.plait "What is the capital of France?"
