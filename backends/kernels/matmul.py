@@ -52,7 +52,7 @@ def wide_product(weight: Tensor) -> Product:
 
 def _onednn(weight: Tensor) -> bool:
     """Whether oneDNN multiplies this weight natively here."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -93,9 +93,7 @@ class Step:
             parts=(*self._decodes(table, lens, window, dtype), *self._chunks(table, lens, window, dtype)),
         )
 
-    def _decodes(
-        self, table: NDArray[Any], lens: NDArray[Any], window: int | None, dtype: torch.dtype
-    ) -> list[Part]:
+    def _decodes(self, table: NDArray[Any], lens: NDArray[Any], window: int | None, dtype: torch.dtype) -> list[Part]:
         """Sequences with one new token. Those with equally many pages, rounded up by their own length only, go
         together: a sequence's arithmetic does not depend on its neighbours."""
         batch, size = self._batch, self._page_tokens
@@ -124,9 +122,7 @@ class Step:
             )
         return parts
 
-    def _chunks(
-        self, table: NDArray[Any], lens: NDArray[Any], window: int | None, dtype: torch.dtype
-    ) -> list[Part]:
+    def _chunks(self, table: NDArray[Any], lens: NDArray[Any], window: int | None, dtype: torch.dtype) -> list[Part]:
         """Sequences with several new tokens, each for itself."""
         batch, size = self._batch, self._page_tokens
         parts = []

@@ -134,7 +134,7 @@ def _linears(op: LinearsOp) -> Bind:
 
     def bind(where: Slice) -> Kernel:
         run = product(where.stacked(names, dtype), where.stacked(biases, dtype) if biases else None)
-        return lambda step, x: run(x).split(widths, dim=1)
+        return lambda step, x: torch.split(run(x), widths, 1)
 
     return bind
 

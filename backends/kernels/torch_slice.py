@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +15,9 @@ from xdsl.ir import SSAValue
 from plait.backends.base import Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.arrays import TORCH_DTYPES, to_numpy, to_torch
 from plait.backends.kernels.attention import Cache
+from plait.backends.kernels.lowering import check_weights
 from plait.backends.kernels.step import Step
 from plait.backends.kernels.torch_eager import LOWERING
-from plait.backends.kernels.lowering import check_weights
 from plait.backends.weights import read_weight, read_weights_json
 from plait.ir import kv_layouts, read_module, signature, weights
 from plait.ir.module import ops
@@ -49,7 +48,7 @@ class TorchSlice:
         self._outputs = list(sig.outputs)
         self._input_names = list(sig.inputs)
         with torch.inference_mode():
-            self._caches = {value: self._cache(value, options) for value in sig.kv.values()}
+            self._caches: dict[SSAValue, Cache] = {value: self._cache(value, options) for value in sig.kv.values()}
             self._calls, self._slots = self._program(module)
         self._held.clear()
 
@@ -109,7 +108,7 @@ class TorchSlice:
         shapes = [self._refs[name].shape for name in names]
         rows = [shape[0] for shape in shapes]
         out = torch.empty((sum(rows), *shapes[0][1:]), dtype=TORCH_DTYPES[dtype], device=self.device)
-        for part, name in zip(out.split(rows), names, strict=True):
+        for part, name in zip(torch.split(out, rows), names, strict=True):
             part.copy_(self.weight(name, dtype))
         return out
 

@@ -1,0 +1,302 @@
+"""The cases, and how one is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
+
+from plait.backends.base import Backend, Batch, CompileOptions, Executable, LoadOptions
+from plait.backends.conformance.models import (
+    ATTENTIONS,
+    DEEP,
+    MODELS,
+    OPS,
+    Build,
+    attention,
+    random_weights,
+    write_slice,
+)
+from plait.backends.conformance.script import SCRIPTS, Player, Script, Turn
+from plait.errors import UnsupportedError
+from plait.ir import block_count, kv_classes, signature
+from plait.ir.module import ops
+from plait.ir.ops import BatchFacts, WeightOp
+from plait.ir.oracle import Oracle, round_to
+from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
+
+Array = NDArray[Any]
+
+#: Largest error of one op, as a part of the largest value of its result. In float32 sums of some hundred terms are
+#: added up in another order than the oracle's: about 50 roundings of 2^-24. In 16 bits it is the last place: the
+#: oracle rounds once, a backend may round an inner value (attention's weights) as well, each by 2^-11 or 2^-8.
+OP_TOLERANCE = {"float32": 3e-6, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
+
+#: The same for the logits of a few blocks: float32 as `plait` promises against other implementations; in 16 bits some
+#: 20 results per block are rounded on the way, and roundings add up like a random walk.
+MODEL_TOLERANCE = {"float32": 1e-5, "float16": 6 * 2.0**-11, "bfloat16": 6 * 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing a backend must get right. `str(case)` is its name."""
+
+    name: str
+    dtype: str
+    check: Callable[[Bench, str], None]
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.dtype}"
+
+
+def cases(dtypes: Sequence[str]) -> tuple[Case, ...]:
+    """Every case for the compute dtypes that a backend says it has (`Capability.dtypes`)."""
+    return tuple(Case(name, dtype, check) for dtype in dtypes for name, check in _checks(dtype))
+
+
+def run_case(case: Case, backend: Backend, target: str, folder: Path, *, shapes_only: bool = False) -> None:
+    """Run one case. Raises AssertionError that says what differs, by how much, and what was allowed.
+
+    Args:
+        target: what to compile for, `cuda:sm_90a`.
+        folder: an empty directory to write slices to.
+        shapes_only: for a backend that computes nothing: hold it to shapes, dtypes and refusals alone.
+    """
+    case.check(Bench(backend, target, folder, shapes_only), case.dtype)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A backend on the test bench."""
+
+    backend: Backend
+    target: str
+    folder: Path
+    shapes_only: bool
+
+    def load(self, module: ModuleOp, player: Player, name: str = "slice") -> Executable:
+        """Compile and load one slice's module."""
+        script, folder = player.script, self.folder / name
+        bounds = {"max_step_tokens": script.step_tokens, "max_sequences": script.sequences}
+        compiled = self.backend.compile(module, self.target, CompileOptions(page_tokens=script.page_tokens, **bounds))
+        write_slice(folder, module, random_weights(module), dict(compiled.files))
+        options = LoadOptions(player.pages, script.page_tokens, threads=1, weight_root=folder, **bounds)
+        return self.backend.load(folder, self.target.partition(":")[2] or self.target, options)
+
+    def close_enough(self, what: str, got: Array, want: Array, tolerance: float) -> None:
+        """Compare with the oracle: the largest error against the largest value."""
+        assert got.shape == want.shape, f"{what} has shape {got.shape}, not {want.shape}"
+        if self.shapes_only or want.size == 0:
+            return
+        values = got.astype(np.float64)
+        assert np.isfinite(values).all(), f"{what} holds NaN or infinity"
+        error = float(np.abs(values - want).max() / np.abs(want).max())
+        assert error <= tolerance, f"{what} is off by {error:.3g} of its largest value; {tolerance:.3g} is allowed"
+
+
+def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
+    for name, build in OPS.items():
+        yield f"op-{name}", _against_oracle(build, "pages16", OP_TOLERANCE)
+    yield "op-rope-long", _against_oracle(OPS["rope-llama3"], "long", OP_TOLERANCE)
+    for name, attributes in ATTENTIONS.items():
+        for script in ("pages16", "pages4"):
+            yield f"attention-{name}-{script}", _against_oracle(attention(attributes), script, OP_TOLERANCE)
+    for name, model in MODELS.items():
+        yield f"model-{name}", _against_oracle(model, "pages4", MODEL_TOLERANCE)
+    yield "refuses-unknown-attribute", _refuses_unknown_attribute
+    if dtype != "float32":
+        return
+    for script in ("one", "long"):
+        yield f"model-{script}", _against_oracle(MODELS["window-and-full"], script, MODEL_TOLERANCE)
+    yield "unfused", _against_oracle(MODELS["bias"], "pages16", MODEL_TOLERANCE, fuse=False)
+    yield "chunks-equal-one-shot", _chunks_equal_one_shot
+    yield "pages-move", _pages_move
+    yield "pages-hold-what-others-left", _dirty_pages
+    yield "slices-equal", _slices_equal
+
+
+def _against_oracle(
+    build: Build, script: str, tolerance: Mapping[str, float], fuse: bool = True
+) -> Callable[[Bench, str], None]:
+    def check(bench: Bench, dtype: str) -> None:
+        module = build(dtype)
+        oracle = _Reference(module, SCRIPTS[script])
+        if fuse:
+            run_passes(module, SLICE_PIPELINE)
+        with closing(bench.load(module, oracle.player)) as executable:
+            for index, turn in enumerate(oracle.player.script.turns):
+                batch, want = oracle.step(turn)
+                got = executable.step(batch, {})
+                assert set(got) == set(want), f"outputs are {sorted(got)}, not {sorted(want)}"
+                for name, expected in want.items():
+                    wide = "float32" if name == "logits" else dtype
+                    assert got[name].dtype == _numpy(wide), f"{name} is {got[name].dtype}, not {wide}"
+                    bench.close_enough(f"{name} of step {index}", got[name], expected, tolerance[dtype])
+
+    return check
+
+
+class _Reference:
+    """The oracle of a module before any pass, playing a script."""
+
+    def __init__(self, module: ModuleOp, script: Script) -> None:
+        module = module.clone()
+        vocabulary = next(
+            op.result.type.get_shape()[0]
+            for op in ops(module)
+            if isinstance(op, WeightOp) and isinstance(op.result.type, TensorType)
+        )
+        self.player = Player(script, kv_classes(module) or {"full": None}, vocabulary)
+        tensors = {
+            name: round_to(values.astype(np.float64), _element(module))
+            for name, values in random_weights(module).items()
+        }
+        self._oracle = Oracle(module, tensors, self.player.plain_pages, script.page_tokens)
+
+    def step(self, turn: Turn) -> tuple[Batch, dict[str, Array]]:
+        """The batch for the backend, and what it must return."""
+        batch, plain = self.player.batches(turn)
+        return batch, dict(self._oracle.step(cast(BatchFacts, plain)))
+
+
+def _refuses_unknown_attribute(bench: Bench, dtype: str) -> None:
+    """An attribute that is not known must not be dropped: neither by `supports` nor by `compile`."""
+    for build in (MODELS["gqa"], MODELS["bias"]):
+        for kind in {type(op) for op in ops(build(dtype))}:
+            module = build(dtype)
+            odd = next(op for op in ops(module) if type(op) is kind)
+            odd.attributes["strange_new_factor"] = StringAttr("2")
+            answer = bench.backend.supports(odd, bench.target)
+            assert not answer.ok, f"{odd.name} with an unknown attribute is said to be supported"
+            assert "strange_new_factor" in answer.why, f"the refusal does not name the attribute: {answer.why}"
+            why = _refusal(partial(bench.backend.compile, module, bench.target, CompileOptions()))
+            assert why is not None, f"{odd.name} compiles although it has an unknown attribute"
+            assert "strange_new_factor" in why, f"the refusal does not name the attribute: {why}"
+            refused = bench.backend.capability(bench.target, module).refused
+            assert any(odd.name in name for name in refused), f"capability.refused says nothing of {odd.name}"
+
+
+def _refusal(compile_it: Callable[[], object]) -> str | None:
+    """What the UnsupportedError says, or None where there is none."""
+    try:
+        compile_it()
+    except UnsupportedError as err:
+        return str(err)
+    return None
+
+
+def _chunks_equal_one_shot(bench: Bench, dtype: str) -> None:
+    """A prompt in one step, and in chunks of 7 and then token by token: the same logits at the end."""
+    module = MODELS["window-and-full"](dtype)
+    run_passes(module, SLICE_PIPELINE)
+    length = 45
+    ways = {
+        "one": (Turn({0: length}, "all"),),
+        "chunks": (*(Turn({0: 7}, "all") for _ in range(5)), *(Turn({0: 1}, "all") for _ in range(10))),
+    }
+    found = {}
+    for name, turns in ways.items():
+        player = Player(Script(turns, 4), kv_classes(module), 61)
+        with closing(bench.load(module, player, name)) as executable:
+            steps = [executable.step(player.batches(turn)[0], {})["logits"] for turn in turns]
+        found[name] = np.concatenate(steps)
+    bench.close_enough("logits in chunks", found["chunks"], found["one"].astype(np.float64), MODEL_TOLERANCE[dtype])
+
+
+def _pages_move(bench: Bench, dtype: str) -> None:
+    """Pages written by one executable go on in another, under other numbers."""
+    module = MODELS["unequal-heads"](dtype)
+    run_passes(module, SLICE_PIPELINE)
+    before, after = Turn({0: 21, 1: 6}), Turn({0: 1, 1: 2}, "all")
+    script = Script((before, after), 4)
+    player = Player(script, kv_classes(module), 61)
+    with closing(bench.load(module, player, "from")) as source:
+        source.step(player.batches(before)[0], {})
+        old = player.physical("full", 0).copy()
+        layers = range(len(source.kv_layouts))
+        moved = [tuple(np.array(x) for x in source.export_pages(layer, old)) for layer in layers]
+        others = player.physical("full", 1).copy()
+        stay = [tuple(np.array(x) for x in source.export_pages(layer, others)) for layer in layers]
+        batch = player.batches(after)[0]
+        want = source.step(batch, {})["logits"]
+    for layout, (k, v) in zip(source.kv_layouts, moved, strict=True):
+        shape = (len(old), script.page_tokens, layout.kv_heads, layout.head_dim)
+        assert k.shape == v.shape == shape, f"exported pages are {k.shape}, not {shape}"
+        assert k.dtype == v.dtype == _numpy(layout.dtype), f"exported pages are {k.dtype}, not {layout.dtype}"
+    with closing(bench.load(module, player, "to")) as sink:
+        table = batch.page_tables["full"].copy()
+        # Sequence 0 goes to other pages: those of sequence 1 change places with it.
+        free = np.setdiff1d(np.arange(player.pages["full"], dtype=np.int32), table)
+        new = np.concatenate([free, old])[: len(old)]
+        table[0, : len(old)] = new
+        for layer in layers:
+            sink.import_pages(layer, new, *moved[layer])
+            sink.import_pages(layer, others, *stay[layer])
+        got = sink.step(replace(batch, page_tables={"full": table}), {})["logits"]
+    bench.close_enough("logits after the move", got, want.astype(np.float64), MODEL_TOLERANCE[dtype])
+
+
+def _dirty_pages(bench: Bench, dtype: str) -> None:
+    """What an earlier request left in a page, infinities even, must not reach the next one."""
+    module = MODELS["window-and-full"](dtype)
+    oracle = _Reference(module, SCRIPTS["pages16"])
+    run_passes(module, SLICE_PIPELINE)
+    with closing(bench.load(module, oracle.player)) as executable:
+        for layer, layout in enumerate(executable.kv_layouts):
+            name = "full" if layout.window is None else f"window{layout.window}"
+            pages = np.arange(oracle.player.pages[name], dtype=np.int32)
+            shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
+            rubbish = np.full(shape, np.inf, _numpy(layout.dtype))
+            executable.import_pages(layer, pages, rubbish, rubbish)
+        for turn in oracle.player.script.turns:
+            batch, want = oracle.step(turn)
+            got = executable.step(batch, {})["logits"]
+            bench.close_enough("logits", got, want["logits"], MODEL_TOLERANCE[dtype])
+
+
+def _slices_equal(bench: Bench, dtype: str) -> None:
+    """One backend gives the same bits however the model is cut."""
+    whole = DEEP(dtype)
+    count = block_count(whole)
+    found: dict[int, list[Array]] = {}
+    for parts in (1, 2, 3, 7):
+        edges = np.linspace(0, count, parts + 1).astype(int).tolist()
+        modules = slice_modules(whole, list(pairwise(edges)))
+        player = Player(SCRIPTS["pages4"], kv_classes(whole), 61)
+        loaded = []
+        for index, module in enumerate(modules):
+            run_passes(module, SLICE_PIPELINE)
+            loaded.append((bench.load(module, player, f"{parts}-{index}"), list(signature(module).inputs)))
+        found[parts] = []
+        for turn in player.script.turns:
+            batch, values = player.batches(turn)[0], dict[str, Array]()
+            for executable, inputs in loaded:
+                values = executable.step(batch, {name: values[name] for name in inputs})
+            found[parts].append(values["logits"])
+        for executable, _ in loaded:
+            executable.close()
+    for parts, steps in found.items():
+        for index, (got, want) in enumerate(zip(steps, found[1], strict=True)):
+            same = got.shape == want.shape and (bench.shapes_only or np.array_equal(got, want))
+            off = np.abs(got - want).max() if got.size else 0.0
+            assert same, f"{parts} slices give other logits than one in step {index}, by up to {off:.3g}"
+
+
+def _element(module: ModuleOp) -> Any:
+    kind = next(op for op in ops(module) if isinstance(op, WeightOp)).result.type
+    assert isinstance(kind, TensorType)
+    return kind.element_type
+
+
+def _numpy(dtype: str) -> np.dtype[Any]:
+    from plait.backends.weights import DTYPES
+
+    return DTYPES[dtype]
