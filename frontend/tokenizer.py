@@ -111,8 +111,9 @@ class Tokenizer:
             CheckpointError: `chat-template-missing`, `chat-template-invalid`.
             UserError: `chat-template`: the template refuses these messages.
         """
+        template = self._compiled()
         try:
-            return self._compiled().render(
+            return template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._name(self.bos_token_id),
