@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from plait.errors import UsageError
 
@@ -103,7 +104,7 @@ def _environment(python: str, threads: int | None) -> dict[str, str]:
     if threads is not None:
         environment |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if python == sys.executable:
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     else:
         for name in _PYTHON_VARIABLES:
             environment.pop(name, None)

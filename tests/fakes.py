@@ -83,16 +83,17 @@ class FakeExecutable:
         time.sleep(self.config["sleep_s"])
         if self.config["faulty"]:
             misbehave(batch.tokens)
-        if self.start == 0:
-            pairs = zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True)
-            hidden = np.array([embed(token, position) for token, position in pairs])
-        else:
-            hidden = inputs["hidden"].astype(np.int64)
+        pairs = zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True)
+        embedded = np.array([embed(token, position) for token, position in pairs])
+        hidden = inputs["hidden"].astype(np.int64) if self.start else embedded
+        if "skip" in inputs:
+            assert (inputs["skip"] == embedded).all()
         for i, window in enumerate(self.windows):
             hidden = self.attend(batch, hidden, i, window)
         if not self.config["last"]:
             short = self.config["faulty"] and SHORT in batch.tokens
-            return {"hidden": hidden[: len(hidden) - short].astype(self.config["dtype"])}
+            skip = {"skip": embedded.astype(self.config["dtype"])} if self.config["skip"] else {}
+            return {"hidden": hidden[: len(hidden) - short].astype(self.config["dtype"]), **skip}
         rows = [scores(row) for row in hidden[batch.logit_rows].tolist()]
         logits = np.array(rows, np.float32).reshape(-1, VOCAB)
         return {"logits": np.full_like(logits, np.nan) if NAN in batch.tokens else logits}
@@ -178,12 +179,14 @@ def make_artifact(
     dtype: str = "float32",
     sleep_s: float = 0.0,
     faulty: int | None = None,
+    skip: bool = False,
     **changes: Any,
 ) -> Manifest:
     """Write the slices of a fake model of one layer per window, cut before the layers `cuts`.
 
     Args:
         faulty: the slice that obeys the fault tokens.
+        skip: every slice but the last also returns `skip`, the embedded tokens; one that is given it checks it.
         changes: other fields of the manifest.
     """
     edges = [0, *cuts, len(windows)]
@@ -193,7 +196,7 @@ def make_artifact(
         part = folder / f"slices/{i}-{devices[i]}"
         part.mkdir(parents=True, exist_ok=True)
         last = end == len(windows)
-        config = {"start": start, "windows": list(windows[start:end]), "last": last, "dtype": dtype}
+        config = {"start": start, "windows": list(windows[start:end]), "last": last, "dtype": dtype, "skip": skip}
         (part / "slice.json").write_text(json.dumps(config | {"sleep_s": sleep_s, "faulty": faulty == i}))
         slices.append(
             ManifestSlice(

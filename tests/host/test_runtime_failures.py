@@ -1,0 +1,357 @@
+"""Workers that die, hang, lie or refuse: the error names them, comes in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from plait.errors import PlaitError, UnsupportedError, UsageError, WorkerError
+from plait.runtime import workers
+from plait.runtime.pipeline import Pipeline
+from plait.runtime.transport import socket_pair
+from tests.fakes import EXIT, HANG, NAN, RAISE, REFUSE, SHORT, make_artifact, reference
+
+WINDOWS = (None, 8, None)
+PROMPT = [5, 6, 7, 8, 9]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def open_fake(folder: Path, artifact: dict[str, Any] | None = None, **options: Any) -> Pipeline:
+    return Pipeline.open(make_artifact(folder, WINDOWS, **artifact or {}), folder, **options)
+
+
+def names(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No process, file descriptor, thread or shared-memory file outlives a pipeline, however it ended."""
+    fds, files = names("/proc/self/fd"), names("/dev/shm")
+    yield
+    assert not psutil.Process().children(recursive=True)
+    assert names("/proc/self/fd") == fds
+    assert names("/dev/shm") <= files
+    assert not [thread for thread in threading.enumerate() if thread.name == "plait-engine"]
+
+
+def pids(pipe: Pipeline) -> list[int]:
+    return [part["executable"]["pid"] for part in pipe.stats()["slices"]]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_killed_worker_ends_its_requests_within_a_second(tmp_path: Path, victim: int, in_flight: int) -> None:
+    with open_fake(tmp_path, {"sleep_s": 0.01}, in_flight=in_flight) as pipe:
+        targets = pids(pipe)
+        requests = [pipe.submit(PROMPT, max_tokens=400) for _ in range(3)]
+        assert next(iter(requests[0])) == reference(PROMPT, 1, WINDOWS)[0]
+        os.kill(targets[victim], signal.SIGKILL)
+        begun = time.monotonic()
+        label = ("h100", "mi300", "v5e")[victim]
+        for request in requests:
+            with pytest.raises(WorkerError, match=rf"{label} \(slice {victim}\) was killed by SIGKILL"):
+                request.result(5)
+        assert time.monotonic() - begun < 1
+        assert not [pid for pid in targets if psutil.pid_exists(pid)]
+        with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+            pipe.submit(PROMPT)
+        assert len(pipe.stats()["slices"]) == 3
+
+
+def test_a_worker_that_dies_while_idle_is_noticed(tmp_path: Path) -> None:
+    with open_fake(tmp_path) as pipe:
+        os.kill(pids(pipe)[1], signal.SIGKILL)
+        deadline = time.monotonic() + 1
+        while psutil.Process().children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(WorkerError, match=r"mi300 \(slice 1\) was killed by SIGKILL"):
+            pipe.submit(PROMPT)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize(
+    ("token", "kind", "said"),
+    [
+        (RAISE, WorkerError, r"mi300 \(slice 1\) failed while running step \d+: ArithmeticError: op plait.linear @up"),
+        (REFUSE, UnsupportedError, r"mi300 \(slice 1\): op plait.rope is not implemented"),
+        (SHORT, WorkerError, r"mi300 \(slice 1\) returned 'hidden' as float32 \[5, 4\].* \[6, 4\]"),
+        (NAN, WorkerError, r"v5e \(slice 2\): the logits for position 6 hold nan"),
+    ],
+)
+def test_an_error_in_a_step_names_slice_and_op(
+    tmp_path: Path, token: int, kind: type[PlaitError], said: str, in_process: bool
+) -> None:
+    with open_fake(tmp_path, {"faulty": 1}, in_process=in_process) as pipe:
+        assert pipe.generate_ids([PROMPT], max_tokens=3) == [reference(PROMPT, 3, WINDOWS)]
+        request = pipe.submit([*PROMPT, token])
+        with pytest.raises(kind, match=said):
+            request.result(10)
+        with pytest.raises(kind, match=said):
+            list(request)
+
+
+def test_a_worker_that_exits_is_told_by_its_exit_code(tmp_path: Path) -> None:
+    with (
+        open_fake(tmp_path, {"faulty": 1}) as pipe,
+        pytest.raises(WorkerError, match=r"mi300 \(slice 1\) ended with exit code 7"),
+    ):
+        pipe.generate_ids([[*PROMPT, EXIT]])
+
+
+@pytest.mark.parametrize("faulty", [0, 2])
+@pytest.mark.parametrize("share_workers", [True, False])
+def test_a_hung_step_times_out_and_names_the_slice(tmp_path: Path, faulty: int, share_workers: bool) -> None:
+    artifact = {"faulty": faulty, "environments": ("a", "a", "a")}
+    with open_fake(tmp_path, artifact, timeout_s=0.5, share_workers=share_workers, in_flight=2) as pipe:
+        begun = time.monotonic()
+        with pytest.raises(WorkerError, match=rf"\(slice {faulty}\) did not answer in 0.5 s") as caught:
+            pipe.generate_ids([[*PROMPT, HANG], PROMPT])
+        assert caught.value.code == "peer-timeout"
+        assert time.monotonic() - begun < 3
+
+
+def test_a_stopped_process_times_out_too(tmp_path: Path) -> None:
+    with open_fake(tmp_path, timeout_s=0.5) as pipe:
+        os.kill(pids(pipe)[1], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"mi300 \(slice 1\) did not answer in 0.5 s"):
+            pipe.generate_ids([PROMPT])
+
+
+def test_closing_while_a_step_hangs_does_not_hang(tmp_path: Path) -> None:
+    pipe = open_fake(tmp_path, {"faulty": 1})
+    request = pipe.submit([*PROMPT, HANG])
+    time.sleep(0.2)
+    begun = time.monotonic()
+    pipe.close()
+    assert time.monotonic() - begun < 5
+    with pytest.raises(WorkerError, match="the pipeline was closed"):
+        request.result(1)
+    with pytest.raises(WorkerError, match="the pipeline was closed"):
+        pipe.submit(PROMPT)
+    pipe.close()
+    request.cancel()
+    assert [part["runs_on"] for part in pipe.stats()["slices"]] == ["h100 (fake)", "mi300 (fake)", "v5e (fake)"]
+
+
+def test_a_forgotten_pipeline_ends_its_workers(tmp_path: Path) -> None:
+    pipe = open_fake(tmp_path)
+    processes = psutil.Process().children()
+    assert len(processes) == 3
+    del pipe
+    assert not psutil.wait_procs(processes, 5)[1]
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "said"),
+    [
+        ("unloadable", UnsupportedError, r"unloadable \(slice 1\): the fake device says no"),
+        ("crash", WorkerError, r"crash \(slice 1\) failed while loading: ZeroDivisionError: crash on load"),
+        ("sleepy", WorkerError, r"sleepy \(slice 1\) was not ready in 3 s"),
+    ],
+)
+def test_a_slice_that_cannot_be_loaded_is_named(tmp_path: Path, device: str, kind: type[PlaitError], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        open_fake(tmp_path, {"devices": ("h100", device, "v5e")}, start_timeout_s=3.0 if device == "sleepy" else 60.0)
+
+
+def test_a_user_s_error_keeps_its_parts_on_the_way(tmp_path: Path) -> None:
+    for in_process in (True, False):
+        with pytest.raises(UnsupportedError) as caught:
+            open_fake(tmp_path, {"devices": ("h100", "unloadable", "v5e")}, in_process=in_process)
+        assert caught.value.to_dict() == {
+            "code": "fake-refusal",
+            "what": "unloadable (slice 1): the fake device says no",
+            "why": "it always does",
+            "try": "ask another",
+        }
+        assert caught.value.exit_code == 2
+
+
+Change = Callable[[bytes], bytes]
+
+
+def tamper(monkeypatch: pytest.MonkeyPatch, change: Change, link: int = 1) -> None:
+    """Put a relay into connection `link` of the chain (1: from slice 0 to slice 1). It changes the third message."""
+    made = 0
+
+    def relay(into: socket.socket, out: socket.socket) -> None:
+        seen = 0
+        with into, out:
+            while data := into.recv(1 << 20):
+                seen += 1
+                out.send(change(data) if seen == 3 else data)
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        nonlocal made
+        made += 1
+        if made != link + 1:
+            return socket_pair()
+        (near, into), (out, far) = socket_pair(), socket_pair()
+        threading.Thread(target=relay, args=(into, out), daemon=True).start()
+        return near, far
+
+    monkeypatch.setattr(workers, "socket_pair", pair)
+
+
+def flip(data: bytes) -> bytes:
+    """Change one bit of the boundary tensor: the values 5 tokens x 4 float32 stand before metadata and digests."""
+    where = data.rindex(np.float32(0).tobytes() * 4)  # padding after the tensor
+    while data[where - 1] == 0:
+        where -= 1
+    return data[: where - 1] + bytes([data[where - 1] ^ 1]) + data[where:]
+
+
+def test_a_bit_that_flips_between_two_workers_is_found_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tamper(monkeypatch, flip)
+    with (
+        open_fake(tmp_path, debug=True) as pipe,
+        pytest.raises(WorkerError, match=r"tensor '.*' from h100 \(slice 0\) changed on the way \(step 3\)") as caught,
+    ):
+        pipe.generate_ids([PROMPT])
+    assert "mi300 (slice 1)" in caught.value.what
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-64], lambda data: data + bytes(64)], ids=["short", "long"])
+def test_a_frame_of_a_wrong_length_names_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    tamper(monkeypatch, change)
+    with (
+        open_fake(tmp_path) as pipe,
+        pytest.raises(
+            WorkerError, match=r"h100 \(slice 0\) sent a frame of (\d+) bytes, but (\d+) bytes came"
+        ) as caught,
+    ):
+        pipe.generate_ids([PROMPT])
+    assert caught.value.code == "frame-length"
+
+
+def test_a_wrong_result_for_the_driver_names_the_last_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tamper(monkeypatch, lambda data: data[:-64], link=3)
+    with open_fake(tmp_path) as pipe, pytest.raises(WorkerError, match=r"v5e \(slice 2\) sent a frame of"):
+        pipe.generate_ids([PROMPT])
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from plait.runtime.pipeline import Pipeline
+from tests.fakes import HANG, make_artifact
+
+folder = Path(sys.argv[1])
+pipe = Pipeline.open(make_artifact(folder, faulty=1), folder)
+print(*(part["executable"]["pid"] for part in pipe.stats()["slices"]), flush=True)
+"""
+
+
+def run_script(folder: Path, rest: str) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", SCRIPT + rest, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs. An orphan that nobody has reaped yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(targets: list[int], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if not any(map(alive, targets)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_workers_die_with_a_killed_driver_even_inside_a_step(tmp_path: Path) -> None:
+    process, targets = run_script(tmp_path, "pipe.submit([1, HANG])\ntime.sleep(60)")
+    assert len(targets) == 3
+    time.sleep(0.3)
+    process.kill()
+    process.communicate()
+    assert gone(targets, 1)
+
+
+@pytest.mark.parametrize("rest", ["", "print(pipe.generate_ids([[1]], max_tokens=2))", "sys.exit(0)"])
+def test_a_driver_that_ends_without_closing_ends_cleanly(tmp_path: Path, rest: str) -> None:
+    process, targets = run_script(tmp_path, rest)
+    output, _ = process.communicate(timeout=20)
+    assert (process.returncode, output.count("Traceback")) == (0, 0), output
+    assert len(targets) == 3
+    assert gone(targets, 1)
+
+
+def test_ctrl_c_reaches_the_driver_alone(tmp_path: Path) -> None:
+    rest = "try: pipe.submit([1, HANG]).result()\nexcept KeyboardInterrupt: print('stopped')"
+    process, targets = run_script(tmp_path, rest)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert (process.returncode, output) == (0, "stopped\n")
+    assert gone(targets, 1)
+
+
+def interpreter(folder: Path, *paths: Path | str, wheel: str | None = None) -> str:
+    """A virtual environment of its own that sees `paths` and, where given, a wheel that no other interpreter has."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "paths.pth").write_text("\n".join(map(str, paths)))
+    if wheel:
+        (site / "vendor_wheel.py").write_text(f"NAME = {wheel!r}\n")
+    return str(folder / "bin/python")
+
+
+def test_two_slices_run_in_two_interpreters_with_different_wheels(tmp_path: Path) -> None:
+    shared = (ROOT, Path(np.__file__).parents[1], Path(msgspec.__file__).parents[1])
+    pythons = {
+        "h100": interpreter(tmp_path / "one", *shared, wheel="cuda build"),
+        "b": interpreter(tmp_path / "two", *shared, wheel="rocm build"),
+    }
+    with open_fake(tmp_path / "model", pythons=pythons) as pipe:
+        assert pipe.generate_ids([PROMPT], max_tokens=4) == [reference(PROMPT, 4, WINDOWS)]
+        seen = [part["executable"]["vendor"] for part in pipe.stats()["slices"]]
+    assert seen == ["cuda build", "rocm build", "none"]
+    assert "vendor_wheel" not in sys.modules
+
+
+def test_an_interpreter_without_plait_says_what_to_install(tmp_path: Path) -> None:
+    python = interpreter(tmp_path / "bare")
+    with pytest.raises(WorkerError, match=r"mi300 \(slice 1\) ended with exit code 1") as caught:
+        open_fake(tmp_path / "model", pythons={"mi300": python})
+    assert "No module named" in caught.value.why
+    assert caught.value.hint == f"install this version of plait for {python}"
+
+
+def test_an_interpreter_that_cannot_start_is_a_usage_error(tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text("no program\n")
+    fake.chmod(0o755)
+    with pytest.raises(UsageError, match=r"cannot start .* for mi300 \(slice 1\)"):
+        open_fake(tmp_path / "model", pythons={"mi300": str(fake)})
