@@ -53,9 +53,10 @@ def run_safely(words: list[str], run: Callable[[], Any]) -> int:
         code = run()
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still in the buffer cannot be written either; without this Python complains when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return _broken_pipe()
+    except SystemExit as end:
+        # The parser ends with 1 when a pipe breaks inside it, which is our code for a fault of ours.
+        return _broken_pipe() if isinstance(end.__context__, BrokenPipeError) else _exit_code(end.code)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except PlaitError as error:
@@ -64,7 +65,17 @@ def run_safely(words: list[str], run: Callable[[], Any]) -> int:
         return _report(_usage(error), as_json, verbose)
     except Exception as error:
         return _report(_fault(error), as_json, verbose)
+    return _exit_code(code)
+
+
+def _exit_code(code: object) -> int:
     return code if isinstance(code, int) else 0
+
+
+def _broken_pipe() -> int:
+    # What is still in the buffer cannot be written either; without this Python complains when it exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
 
 
 def _usage(error: Any) -> UsageError:

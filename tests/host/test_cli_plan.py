@@ -1,0 +1,176 @@
+"""`plait plan`: tables, JSON, plan.yaml, refusals."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import stat
+
+import pytest
+import yaml
+
+from plait.spec import Plan, from_dict, from_yaml
+from tests.host.command_line import LARGE, config_file, plait, subprocess_plait
+
+TWO = ("--targets", "h100,mi300")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return config_file(tmp_path / "tiny")
+
+
+def test_tables_show_arguments_then_plan_then_next_command(model):
+    result = plait("plan", model, *TWO, "--layers", "2,4")
+    assert result.exit_code == 0, result.stderr
+    text = result.stdout
+    order = [text.index(part) for part in ("resolved arguments", "plan of", "predicted", "next: plait compile")]
+    assert order == sorted(order)
+    header = next(line for line in text.splitlines() if line.split()[:2] == ["slice", "device"])
+    assert header.split() == ["slice", "device", "layers", "weights", "KV", "prefill", "decode", "cause"]
+    rows = [line.split() for line in text.splitlines() if line.split()[1:2] in (["h100.0"], ["mi300x.0"])]
+    assert [row[:3] for row in rows if row[0] in "01"] == [["0", "h100.0", "0:2"], ["1", "mi300x.0", "2:6"]]
+    assert "cuda:sm_90a on host0" in text and "8 requests of 512 + 256 tokens" in text
+
+
+def test_narrow_screens_get_the_causes_below_the_table(model):
+    text = plait("plan", model, *TWO, env={"COLUMNS": "80"}).stdout
+    header = next(line for line in text.splitlines() if line.split()[:2] == ["slice", "device"])
+    assert "cause" not in header
+    assert "\ncauses" in text and "\nslice 0  " in text
+    assert max(map(len, text.partition("\nnext:")[0].splitlines())) <= 80
+
+
+def test_no_escape_codes_without_a_terminal(model):
+    result = plait("plan", model, *TWO, env={"TERM": "xterm-256color"})
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_progress_names_the_phases_on_stderr(model):
+    lines = plait("plan", model, *TWO).stderr.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["read", "lower", "plan"]
+
+
+def test_json_is_one_document_and_nothing_else_on_stdout(model):
+    result = plait("plan", model, *TWO, "--json")
+    document = json.loads(result.stdout)
+    assert set(document) == {"plan", "output", "next"}
+    plan = from_dict(Plan, document["plan"])
+    assert sum(end - start for start, end in (item.blocks for item in plan.slices)) == 6
+    assert "resolved arguments" in result.stderr
+
+
+def test_json_equals_what_the_library_says(model):
+    import plait as library
+
+    said = from_dict(Plan, json.loads(plait("plan", model, *TWO, "--json").stdout)["plan"])
+    assert said == library.plan(model, "h100,mi300")
+
+
+def test_output_is_a_plan_that_can_be_edited_and_planned_again(model, tmp_path):
+    file = tmp_path / "plan.yaml"
+    first = plait("plan", model, *TWO, "--layers", "2,4", "-o", file)
+    assert first.exit_code == 0, first.stderr
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
+    data = yaml.safe_load(file.read_text())
+    assert [item["blocks"] for item in data["slices"]] == [[0, 2], [2, 6]]
+    data["slices"][0]["blocks"], data["slices"][1]["blocks"] = [0, 5], [5, 6]
+    file.write_text(yaml.safe_dump(data))
+    again = json.loads(plait("plan", model, "--plan", file, "--json").stdout)
+    assert [item["blocks"] for item in again["plan"]["slices"]] == [[0, 5], [5, 6]]
+
+
+def test_the_next_command_is_complete(model, tmp_path):
+    words = ("plan", model, *TWO, "--context", "100", "--forbid-cut", "2", "--forbid-cut", "3", "--json")
+    spoken = shlex.split(json.loads(plait(*words).stdout)["next"])
+    # A config alone cannot be compiled: the model's place is left open.
+    assert spoken == ["plait", "compile", "MODEL", "--targets", "h100,mi300", "--context", "100",
+                      "--forbid-cut", "2", "--forbid-cut", "3"]  # fmt: skip
+    file = tmp_path / "a plan.yaml"
+    spoken = shlex.split(json.loads(plait(*words, "-o", file).stdout)["next"])
+    assert spoken == ["plait", "compile", "MODEL", "--plan", str(file)]
+
+
+def test_options_reach_the_planner(model):
+    document = json.loads(
+        plait("plan", model, *TWO, "--json", "--workload", "single", "--context", "96", "--concurrency", "3",
+              "--objective", "latency", "--dtype", "float32", "--forbid-cut", "2").stdout
+    )["plan"]  # fmt: skip
+    assert document["dtype"] == "float32" and document["objective"] == "latency"
+    assert document["forbidden_cuts"] == [2]
+    work = document["workload"]
+    assert work["prompt_tokens"] + work["output_tokens"] == 96 and work["concurrency"] == 3
+
+
+def test_pins_in_the_documented_spelling(model):
+    result = plait("plan", model, *TWO, "--pin", "embed=mi300x.0", "--pin", "block.3=h100.0", "--json")
+    plan = from_dict(Plan, json.loads(result.stdout)["plan"])
+    owner = {block: item.devices[0] for item in plan.slices for block in range(*item.blocks)}
+    assert owner[0] == "mi300x.0" and owner[3] == "h100.0"
+
+
+def test_verbose_shows_every_part_of_the_memory(model):
+    text = plait("plan", model, *TWO, "-v").stdout
+    header = next(line for line in text.splitlines() if "activations" in line)
+    assert header.split() == ["device", "weights", "KV", "activations", "logits", "reserve", "free", "of"]
+
+
+def test_what_does_not_fit_is_a_table_and_exit_code_2(tmp_path):
+    model = config_file(tmp_path, **LARGE)
+    result = plait("plan", model, "--targets", "l4,v5e")
+    assert result.exit_code == 2
+    assert "[does-not-fit]" in result.stderr and "try: " in result.stderr
+    lines = [line.split() for line in result.stderr.splitlines()]
+    header = next(i for i, line in enumerate(lines) if line == ["device", "blocks", "needed", "free", "short", "by"])
+    devices = {line[0] for line in lines[header + 1 :] if line and line[0] in ("l4.0", "tpu-v5e.0")}
+    assert devices == {"l4.0", "tpu-v5e.0"}
+    assert result.stdout.startswith("resolved arguments")
+
+
+def test_what_does_not_fit_as_json_has_bytes_per_device(tmp_path):
+    result = plait("plan", config_file(tmp_path, **LARGE), "--targets", "l4", "--json")
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert (error["code"], error["exit_code"]) == ("does-not-fit", 2)
+    (row,) = error["rows"]
+    assert row["device"] == "l4.0"
+    assert row["needed"] - row["free"] == row["short_by"] > 0
+
+
+def test_nothing_is_written_when_the_plan_fails(tmp_path):
+    model, file = config_file(tmp_path / "large", **LARGE), tmp_path / "out" / "plan.yaml"
+    file.parent.mkdir()
+    assert plait("plan", model, "--targets", "l4", "-o", file).exit_code == 2
+    assert list(file.parent.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_written(model, tmp_path):
+    result = plait("plan", model, *TWO, "-o", tmp_path / "nowhere" / "plan.yaml")
+    assert result.exit_code == 2 and "[output-unwritable]" in result.stderr
+    result = plait("plan", model, *TWO, "-o", tmp_path)
+    assert result.exit_code == 2 and "[output-unwritable]" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny"]
+
+
+def test_a_group_of_two_devices_is_refused_with_the_reason(model, tmp_path):
+    file = tmp_path / "plan.yaml"
+    assert plait("plan", model, "--targets", "2xh100", "--layers", "3,3", "-o", file).exit_code == 0
+    data = yaml.safe_load(file.read_text())
+    data["slices"] = [data["slices"][0] | {"devices": ["h100.0", "h100.1"], "blocks": [0, 6]}]
+    file.write_text(yaml.safe_dump(data))
+    result = plait("plan", model, "--plan", file)
+    assert result.exit_code == 2
+    assert "layer (pipeline) split is the dependable cross-vendor mode" in result.stderr
+
+
+def test_the_written_plan_holds_no_machine_path(model, tmp_path):
+    file = tmp_path / "plan.yaml"
+    plait("plan", model, *TWO, "-o", file)
+    assert from_yaml(Plan, file.read_text()).blocks == 6
+    assert str(tmp_path) not in file.read_text()
+
+
+def test_in_a_process_of_its_own_stdout_is_json(model):
+    done = subprocess_plait("plan", model, *TWO, "--json")
+    assert done.returncode == 0
+    assert from_dict(Plan, json.loads(done.stdout)["plan"]).blocks == 6
