@@ -10,23 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plait.errors import CheckpointError, UnsupportedError, UsageError, did_you_mean
+from plait.errors import CheckpointError, UsageError
 from plait.frontend import safetensors
 from plait.frontend.config import DecoderConfig
 from plait.frontend.families import read_config
-from plait.frontend.files import TensorFiles, parse_json, read_json, some
+from plait.frontend.files import TensorFiles, parse_json, read_json, read_text
+from plait.frontend.locate import INDEX_SUFFIX, find, index_of
 from plait.spec import WeightRef
-
-INDEX_SUFFIX = ".safetensors.index.json"
-OTHER_FORMATS = {
-    ".bin": "a pickle, which can run code when it is opened",
-    ".pt": "a pickle, which can run code when it is opened",
-    ".pth": "a pickle, which can run code when it is opened",
-    ".ckpt": "a pickle, which can run code when it is opened",
-    ".h5": "a Keras file",
-    ".msgpack": "a Flax file",
-    ".onnx": "an ONNX model, which plait does not read yet",
-}
 
 
 @dataclass(frozen=True)
@@ -79,89 +69,13 @@ def open_checkpoint(path: Path | str, config: Path | str | None = None) -> Check
     Raises:
         CheckpointError, UnsupportedError: naming the file and what is wrong with it.
     """
-    found = _find(Path(path).absolute())
+    found = find(Path(path).absolute())
     override = None if config is None else Path(config).absolute()
     return _OPENERS[found.suffix](found, override)
 
 
-def _find(path: Path) -> Path:
-    """The one file that stands for the checkpoint."""
-    if path.is_dir():
-        return _find_in(_snapshot(path))
-    if not path.exists():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise CheckpointError("checkpoint-missing", f"there is no {path}", hint=did_you_mean(path.name, siblings))
-    if path.suffix in OTHER_FORMATS:
-        raise UnsupportedError(
-            "checkpoint-format",
-            f"{path} is not read",
-            why=f"it is {OTHER_FORMATS[path.suffix]}",
-            hint="save the model as safetensors: `model.save_pretrained(DIR, safe_serialization=True)`",
-        )
-    if path.suffix not in _OPENERS:
-        raise UnsupportedError(
-            "checkpoint-format",
-            f"{path} is not a checkpoint that plait knows",
-            why=f"known are {', '.join(_OPENERS)} and directories",
-        )
-    return path
-
-
-def _snapshot(folder: Path) -> Path:
-    """The snapshot that `refs/main` names, if this is a folder of the hub's cache; otherwise the folder itself."""
-    snapshots = folder / "snapshots"
-    if not snapshots.is_dir():
-        return folder
-    ref = folder / "refs" / "main"
-    if ref.is_file():
-        revision = ref.read_text().strip()
-        if "/" in revision or not (snapshots / revision).is_dir():
-            raise CheckpointError(
-                "checkpoint-snapshot",
-                f"{folder} has no snapshot {revision!r}, which its refs/main names",
-                hint="download the model again",
-            )
-        return snapshots / revision
-    revisions = sorted(entry.name for entry in snapshots.iterdir() if entry.is_dir())
-    if len(revisions) != 1:
-        raise CheckpointError(
-            "checkpoint-ambiguous",
-            f"{folder} has {len(revisions)} snapshots and no refs/main",
-            hint="give the path of one: " + some(revisions),
-        )
-    return snapshots / revisions[0]
-
-
-def _find_in(folder: Path) -> Path:
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    singles = [name for name in names if name == "model.safetensors"]
-    # Repositories carry other formats beside the standard one (consolidated.safetensors); the standard names win.
-    candidates = indexes + singles or [name for name in names if name.endswith((".safetensors", ".gguf"))]
-    if len(candidates) > 1:
-        raise CheckpointError(
-            "checkpoint-ambiguous",
-            f"{folder} holds several checkpoints: {some(candidates)}",
-            why="they may be shards whose index is missing" if not indexes else "",
-            hint="give the path of one of them",
-        )
-    if candidates:
-        return folder / candidates[0]
-    others = [name for name in names if Path(name).suffix in OTHER_FORMATS]
-    if others:
-        return _find(folder / others[0])
-    if "config.json" in names:
-        return folder / "config.json"
-    raise CheckpointError(
-        "checkpoint-missing",
-        f"{folder} holds no checkpoint",
-        why="looked for *.safetensors, an index, *.gguf and config.json",
-        hint="did the download finish?",
-    )
-
-
 def _open_safetensors(path: Path, override: Path | None) -> Checkpoint:
-    index = _index_of(path)
+    index = index_of(path)
     if index is not None:
         raise CheckpointError(
             "checkpoint-shard",
@@ -177,15 +91,6 @@ def _open_safetensors(path: Path, override: Path | None) -> Checkpoint:
     # The config first: what is no supported model is refused as such, not by the dtype of one of its tensors.
     config = _read_config_file(override or beside)
     return _checkpoint(path, (override or beside).parent, config, safetensors.read_file(path))
-
-
-def _index_of(path: Path) -> Path | None:
-    """An index beside the file that lists it as a shard."""
-    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}")):
-        shards = read_json(index).get("weight_map")
-        if isinstance(shards, dict) and path.name in shards.values():
-            return index
-    return None
 
 
 def _config_in_metadata(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], str]:
@@ -256,10 +161,14 @@ def _checkpoint(path: Path, config_folder: Path, config: DecoderConfig, tensors:
     generation = read_json(generation_file) if generation_file else {}
     tokenizer_config = read_json(tokenizer_file) if tokenizer_file else {}
     template_file = beside("chat_template.jinja")
-    template = template_file.read_text() if template_file else _default_template(tokenizer_config.get("chat_template"))
+    template = read_text(template_file) if template_file else _default_template(tokenizer_config.get("chat_template"))
     tokenizer_config = {key: value for key, value in tokenizer_config.items() if key != "chat_template"}
     if template is not None:
         tokenizer_config["chat_template"] = template
+
+    def named(role: str) -> tuple[int, ...]:
+        return _named_token(tokenizer_config.get(role), beside("tokenizer.json"))
+
     return Checkpoint(
         name=_name(path),
         config=config,
@@ -269,8 +178,10 @@ def _checkpoint(path: Path, config_folder: Path, config: DecoderConfig, tensors:
         tokenizer=beside("tokenizer.json"),
         tokenizer_config=tokenizer_config,
         generation=generation,
-        bos_token_id=config.bos_token_id,
-        eos_token_ids=_token_ids(generation.get("eos_token_id"), generation_file) or config.eos_token_ids,
+        bos_token_id=config.bos_token_id if config.bos_token_id is not None else next(iter(named("bos_token")), None),
+        eos_token_ids=_token_ids(generation.get("eos_token_id"), generation_file)
+        or config.eos_token_ids
+        or named("eos_token"),
     )
 
 
@@ -293,8 +204,18 @@ def _default_template(value: Any) -> str | None:
 def _token_ids(value: Any, source: Path | None) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(item) is int and item >= 0 for item in ids):
-        raise CheckpointError("config-type", f"{source}: 'eos_token_id' is {value!r:.100}, expected token ids")
+        raise CheckpointError("config-type", f"{source}: {value!r:.100} are no token ids")
     return tuple(ids)
+
+
+def _named_token(value: Any, tokenizer: Path | None) -> tuple[int, ...]:
+    """The id of a special token that tokenizer_config.json names, for configs that give no id."""
+    name = value.get("content") if isinstance(value, dict) else value
+    if tokenizer is None or not isinstance(name, str):
+        return ()
+    added = read_json(tokenizer).get("added_tokens")
+    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+    return _token_ids([entry.get("id") for entry in entries if entry.get("content") == name], tokenizer)
 
 
 def _stored_dtype(path: Path, tensors: TensorFiles | None) -> str:

@@ -79,6 +79,16 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
     return data
 
 
+def read_text(path: Path) -> str:
+    """A UTF-8 file. Raises CheckpointError."""
+    try:
+        return path.read_text("utf-8")
+    except OSError as err:
+        raise unreadable(path, err) from err
+    except UnicodeDecodeError as err:
+        raise CheckpointError("checkpoint-unreadable", f"{path} is not UTF-8 text", why=str(err)) from err
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """`parse_json` of a file."""
     try:

@@ -1,56 +1,16 @@
-"""GGUF files to byte ranges, a config in Hugging Face's words, and Hugging Face's tensor names.
-
-The header is walked by plait with every length held against the size of the file: the `gguf` package's reader trusts
-lengths (an array that claims 2**60 items runs until memory ends) and takes seconds over a vocabulary. What the types
-mean (names, block sizes, dequantisation) comes from the package. The format: 4 bytes `GGUF`, version, tensor count,
-count of metadata pairs, the pairs, the tensor records, padding, data.
-"""
+"""GGUF files to byte ranges, a config in Hugging Face's words, and Hugging Face's tensor names."""
 
 from __future__ import annotations
 
-import mmap
 import re
-import struct
 from dataclasses import dataclass, field
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
-
 from plait.errors import CheckpointError, UnsupportedError
-from plait.frontend.files import MAX_DIM, TensorFiles, header_digest, some, unreadable
+from plait.frontend.files import TensorFiles, some
+from plait.frontend.gguf_header import read_header
 from plait.spec import WeightRef
-from plait.spec.weight import Encoding
-
-VERSIONS = (2, 3)
-MAX_DIMS = 4
-"""GGML_MAX_DIMS: more is a damaged record."""
-
-ENCODINGS: dict[str, Encoding] = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "Q4_0": "Q4_0",
-    "Q4_1": "Q4_1",
-    "Q8_0": "Q8_0",
-}
-"""GGML type -> encoding. Every other type is refused by name."""
-
-_SCALARS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
-}
 
 
 @dataclass(frozen=True)
@@ -102,6 +62,9 @@ FIXED_KEYS: dict[str, tuple[Any, ...]] = {
 NAMESPACES = ("general.", "tokenizer.", "quantize.", "GGUF.")
 """Keys beside the architecture's own that say nothing about the numbers."""
 
+END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+"""End of text and end of turn: generation ends at either."""
+
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -135,171 +98,12 @@ def read_gguf(path: Path) -> GGUFFile:
         CheckpointError: `gguf-*`: the file contradicts itself or its size.
         UnsupportedError: an architecture, a tensor type, a tensor or a key that plait does not understand, by name.
     """
-    metadata, raw, digest, size = _walk(path)
+    metadata, raw, digest, size = read_header(path)
     architecture = _architecture(path, metadata)
     config = _config(path, architecture, metadata, raw)
     weights = {ref.name: ref for ref in (_rename(path, ref, architecture, config) for ref in raw.values())}
     tensors = TensorFiles(weights, {str(path): (size, digest)}, {})
     return GGUFFile(tensors, config, metadata)
-
-
-class _Cursor:
-    """Reads little-endian values one after the other and never past the end."""
-
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
-
-    def fail(self, what: str, **kw: str) -> CheckpointError:
-        return CheckpointError("gguf-header", f"{self.path}: {what}", **kw)
-
-    def take(self, nbytes: int) -> bytes:
-        if nbytes > len(self.data) - self.at:
-            raise self.fail(
-                f"cut short: {nbytes} bytes are due at byte {self.at}, the file ends at {len(self.data)}",
-                hint="fetch the file again",
-            )
-        self.at += nbytes
-        return self.data[self.at - nbytes : self.at]
-
-    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        # The size is checked before struct sees the count, so a wild count allocates nothing.
-        raw = self.take(count * struct.calcsize(f"<{code}"))
-        return struct.unpack(f"<{count}{code}", raw)
-
-    def number(self, code: str) -> Any:
-        return self.numbers(code)[0]
-
-    def string(self) -> str:
-        raw = self.take(self.number("Q"))
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as err:
-            raise self.fail(f"the string before byte {self.at} is not UTF-8") from err
-
-    def kind(self) -> GGUFValueType:
-        code = self.number("I")
-        try:
-            return GGUFValueType(code)
-        except ValueError as err:
-            raise self.fail(f"unknown metadata type {code} before byte {self.at}") from err
-
-    def value(self) -> Any:
-        kind = self.kind()
-        if kind != GGUFValueType.ARRAY:
-            return self.string() if kind == GGUFValueType.STRING else self.number(_SCALARS[kind])
-        item, count = self.kind(), self.number("Q")
-        if item == GGUFValueType.ARRAY:
-            raise self.fail(f"an array of arrays before byte {self.at}")
-        if item != GGUFValueType.STRING:
-            return list(self.numbers(_SCALARS[item], count))
-        return [self.string() for _ in range(self.bounded(count, 8))]
-
-    def bounded(self, count: int, item_bytes: int) -> int:
-        """`count`, if that many items of at least `item_bytes` can still follow."""
-        if count * item_bytes > len(self.data) - self.at:
-            raise self.fail(f"{count} items are due at byte {self.at}, the file ends at {len(self.data)}")
-        return count
-
-
-def _walk(path: Path) -> tuple[dict[str, Any], dict[str, WeightRef], str, int]:
-    """Metadata, tensors by their GGUF names, digest of the header, size of the file."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cursor = _Cursor(path, data)
-            metadata, tensors = _header(cursor)
-            return metadata, tensors, header_digest(data[: cursor.at]), len(data)
-    except OSError as err:
-        raise unreadable(path, err) from err
-    except ValueError as err:
-        if isinstance(err, CheckpointError | UnsupportedError):
-            raise
-        raise CheckpointError("gguf-header", f"{path} is empty") from err  # mmap refuses an empty file
-
-
-def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, WeightRef]]:
-    magic, version = cursor.numbers("I", 2)
-    if magic != GGUF_MAGIC:
-        raise cursor.fail("not a GGUF file", why="it does not begin with the bytes GGUF")
-    if version not in VERSIONS:
-        raise cursor.fail(
-            f"GGUF version {version}",
-            why=f"versions {VERSIONS} in little-endian order are read",
-            hint="convert it again",
-        )
-    tensor_count, pair_count = cursor.numbers("Q", 2)
-    metadata: dict[str, Any] = {}
-    for _ in range(cursor.bounded(pair_count, 12)):
-        key = cursor.string()
-        if key in metadata:
-            raise cursor.fail(f"the key {key!r} stands twice")
-        metadata[key] = cursor.value()
-    records = [_record(cursor) for _ in range(cursor.bounded(tensor_count, 24))]
-    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two")
-    return metadata, _place(cursor, records, alignment)
-
-
-def _record(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int, int]:
-    """One tensor: name, shape (outermost first), type name, bytes, offset in the data."""
-    name, rank = cursor.string(), cursor.number("I")
-    if not 1 <= rank <= MAX_DIMS:
-        raise cursor.fail(f"{name!r} has {rank} dimensions, 1 to {MAX_DIMS} are possible")
-    dims = cursor.numbers("Q", rank)
-    if not all(0 < dim <= MAX_DIM for dim in dims):
-        raise cursor.fail(f"{name!r} has the dimensions {list(dims)}")
-    code, offset = cursor.number("I"), cursor.number("Q")
-    try:
-        kind = GGMLQuantizationType(code)
-    except ValueError as err:
-        raise cursor.fail(f"{name!r} has the unknown tensor type {code}") from err
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    if dims[0] % block:
-        raise cursor.fail(f"{name!r}: rows of {dims[0]} do not divide into {kind.name} blocks of {block}")
-    return name, tuple(reversed(dims)), kind.name, prod(dims) // block * block_bytes, offset
-
-
-def _place(
-    cursor: _Cursor, records: list[tuple[str, tuple[int, ...], str, int, int]], alignment: int
-) -> dict[str, WeightRef]:
-    """Tensors follow each other, each padded to the alignment, up to the end of the file."""
-    refused = [f"{name} ({kind})" for name, _, kind, _, _ in records if kind not in ENCODINGS]
-    if refused:
-        raise UnsupportedError(
-            "gguf-tensor-type",
-            f"{cursor.path}: {len(refused)} tensors of types plait does not dequantise: {some(refused)}",
-            why=f"read are {', '.join(ENCODINGS)}",
-            hint="quantise the model to Q4_0, Q4_1 or Q8_0",
-        )
-    pad = partial(_round_up, alignment)
-    start, due = pad(cursor.at), 0
-    tensors: dict[str, WeightRef] = {}
-    for name, shape, kind, nbytes, offset in records:
-        if name in tensors:
-            raise cursor.fail(f"the tensor {name!r} stands twice")
-        if offset != due:
-            raise cursor.fail(f"{name!r} begins at byte {offset} of the data, the tensors before it end at {due}")
-        tensors[name] = WeightRef(name, str(cursor.path), start + offset, nbytes, ENCODINGS[kind], shape)
-        due, end = pad(offset + nbytes), start + offset + nbytes
-        if end > len(cursor.data):
-            raise CheckpointError(
-                "gguf-truncated",
-                f"{cursor.path} is cut short: {name!r} ends {end - len(cursor.data)} bytes beyond it",
-                why=f"it takes bytes {start + offset} to {end}, the file has {len(cursor.data)}",
-                hint="fetch the file again",
-            )
-    if len(cursor.data) > start + due:
-        raise CheckpointError(
-            "gguf-trailing",
-            f"{cursor.path} has {len(cursor.data) - start - due} bytes more than its header describes",
-            why=f"the header describes {start + due} bytes, the file has {len(cursor.data)}",
-            hint="fetch the file again",
-        )
-    return tensors
-
-
-def _round_up(multiple: int, value: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _architecture(path: Path, metadata: dict[str, Any]) -> Architecture:
@@ -361,7 +165,7 @@ def _config(
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _dtype(tensors),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": [metadata[key] for key in END_KEYS if key in metadata],
     }
     if architecture.model_type == "llama":
         config["attention_bias"] = any(name.endswith("attn_q.bias") for name in tensors)

@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from plait.errors import CheckpointError, UserError
+from plait.frontend.files import read_text
 
 Message = Mapping[str, Any]
 
@@ -209,10 +210,7 @@ def tokenizer_text(path: Path | None) -> str:
         from plait.frontend.gguf_tokenizer import tokenizer_json
 
         return tokenizer_json(read_gguf(path).metadata, str(path))
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        raise CheckpointError("tokenizer-invalid", f"cannot read {path}", why=str(err)) from err
+    return read_text(path)
 
 
 class _Generation(Extension):

@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from plait.errors import CheckpointError, UnsupportedError, did_you_mean
-from plait.frontend.config import ConfigReader, DecoderConfig
+from plait.frontend.config import DecoderConfig
+from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 
 FAMILIES = {

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from xdsl.dialects.builtin import ModuleOp
 
-from plait.frontend.config import ConfigReader, DecoderConfig
+from plait.frontend.config import DecoderConfig
+from plait.frontend.config_reader import ConfigReader
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ from __future__ import annotations
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import SSAValue
 
-from plait.frontend.config import ConfigReader, DecoderConfig, read_dtype, read_heads, read_ropes
+from plait.errors import UnsupportedError
+from plait.frontend.config import DecoderConfig, read_dtype, read_heads
+from plait.frontend.config_reader import ConfigReader
+from plait.frontend.rope import read_ropes
 from plait.ir import Builder
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -49,6 +52,11 @@ def read_decoder(
     norm_eps = reader.get("rms_norm_eps", float)
     if norm_eps <= 0:
         raise reader.error("config-value", f"'rms_norm_eps' is {norm_eps}, expected a positive number")
+    activation = reader.get("hidden_act", str)
+    if activation != "silu":
+        raise UnsupportedError(
+            "config-value", f"{reader.source}: 'hidden_act' is {activation!r}, which is not implemented", why="silu is"
+        )
     kinds = tuple("full_attention" if window is None else "sliding_attention" for window in windows)
     bos = reader.token_ids("bos_token_id")
     return DecoderConfig(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from plait.frontend.config import ConfigReader, DecoderConfig, read_layer_types
+from plait.frontend.config import DecoderConfig, read_layer_types
+from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.decoder import HARMLESS, build_decoder, read_blocks, read_decoder
 

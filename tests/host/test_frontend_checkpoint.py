@@ -206,6 +206,16 @@ def test_eos_comes_from_the_generation_config_first(folder: Path) -> None:
     assert refused(folder).code == "config-type"
 
 
+def test_eos_and_bos_may_be_named_by_the_tokenizer_only(folder: Path) -> None:
+    edit_config(folder, eos_token_id=None, bos_token_id=None)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    checkpoint = open_checkpoint(folder)
+    assert (checkpoint.bos_token_id, checkpoint.eos_token_ids) == (0, (1,))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|user|>"}}))
+    checkpoint = open_checkpoint(folder)
+    assert (checkpoint.bos_token_id, checkpoint.eos_token_ids) == (None, (2,))
+
+
 def test_dtype_falls_back_to_what_is_stored(tmp_path: Path) -> None:
     folder = edit_config(save(tmp_path / "m", dtype="float16"), dtype=..., torch_dtype=...)
     assert open_checkpoint(folder).dtype == "float16"

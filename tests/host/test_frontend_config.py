@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
-from plait.frontend.config import NO_EFFECT
+from plait.frontend.config_reader import NO_EFFECT
 from plait.frontend.families import read_config
 
 LLAMA: dict[str, Any] = {
@@ -21,6 +21,7 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }

@@ -1,0 +1,175 @@
+"""config.json read without forgiving anything: every key is used, known to change no number, or refused by name.
+
+A family takes the keys it understands from a `ConfigReader`; whatever nobody took, and no table explains, is an error.
+So the list of understood keys cannot drift from the code that understands them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from plait.errors import CheckpointError, UnsupportedError, did_you_mean
+from plait.frontend.files import MAX_DIM, some
+
+T = TypeVar("T", int, float, bool, str)
+
+_GENERATION = "chooses tokens, not logits; generation_config.json is where plait reads it"
+_TRAINING = "used in training only"
+_BOOKKEEPING = "says where the file comes from or how it was saved"
+_OUTPUT = "chooses what transformers returns"
+_IMPLEMENTATION = "names one of several equal implementations"
+
+_WITHOUT_EFFECT = {
+    _BOOKKEEPING: """_name_or_path name_or_path transformers_version transformers.js_config is_llama_config
+        tokenizer_class torchscript tf_legacy_loss id2label label2id problem_type finetuning_task task_specific_params
+        unsloth_fixed unsloth_version""",
+    _TRAINING: """attention_dropout hidden_dropout resid_pdrop initializer_range gradient_checkpointing use_bfloat16
+        max_sequence_length""",
+    _OUTPUT: "return_dict output_attentions output_hidden_states use_return_dict",
+    _IMPLEMENTATION: "_attn_implementation attn_implementation _attn_implementation_autoset",
+    _GENERATION: """sep_token_id decoder_start_token_id prefix suppress_tokens begin_suppress_tokens forced_bos_token_id
+        forced_eos_token_id do_sample temperature top_k top_p typical_p max_length min_length num_beams num_beam_groups
+        diversity_penalty early_stopping bad_words_ids length_penalty repetition_penalty no_repeat_ngram_size
+        output_scores encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty
+        remove_invalid_values return_dict_in_generate""",
+    "plait always keeps a KV cache": "use_cache cache_implementation",
+    "it splits matrices, which changes the order of sums only": "pretraining_tp",
+    "it cuts the batch into chunks that do not see each other": "chunk_size_feed_forward",
+    "plait builds decoders only": "is_decoder",
+    "plait's batches are ragged and have no padding": "pad_token_id",
+}
+
+NO_EFFECT = {key: reason for reason, keys in _WITHOUT_EFFECT.items() for key in keys.split()}
+"""Keys that change no logit, with the reason."""
+
+FIXED: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+}
+"""Keys that change numbers, and the values that plait implements. Anything else is refused by name."""
+
+
+class ConfigReader:
+    """Keys taken one by one, with their types checked; `finish` refuses what is left.
+
+    Args:
+        source: what errors call the file.
+        no_effect: keys to pass over.
+        fixed: keys that must hold one of these values if they are there.
+    """
+
+    def __init__(
+        self,
+        data: dict[str, Any],
+        source: str,
+        *,
+        no_effect: Collection[str] = NO_EFFECT.keys(),
+        fixed: Mapping[str, tuple[Any, ...]] = FIXED,
+    ) -> None:
+        self.source = source
+        self._data = dict(data)
+        self._no_effect, self._fixed = no_effect, fixed
+        self._known = {*no_effect, *fixed}
+
+    def error(self, code: str, what: str, why: str = "", hint: str = "") -> CheckpointError:
+        return CheckpointError(code, f"{self.source}: {what}", why=why, hint=hint)
+
+    def raw(self, key: str) -> Any:
+        """Any value; None where the key is absent or null."""
+        self._known.add(key)
+        return self._data.pop(key, None)
+
+    def optional(self, key: str, kind: type[T]) -> T | None:
+        """A value of `kind`, or None where the key is absent or null."""
+        return self._typed(key, self.raw(key), kind)
+
+    def get(self, key: str, kind: type[T]) -> T:
+        """A value of `kind`. Absent or null is an error: plait has no defaults for what changes numbers."""
+        value = self.optional(key, kind)
+        if value is None:
+            raise self.error("config-key-missing", f"the key {key!r} is missing", hint=f'add "{key}" to the config')
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        self._known.add(key)
+        return key in self._data
+
+    def positive(self, key: str) -> int:
+        return self._positive(key, self.get(key, int))
+
+    def optional_positive(self, key: str) -> int | None:
+        value = self.optional(key, int)
+        return None if value is None else self._positive(key, value)
+
+    def flag(self, key: str) -> bool:
+        """A switch that is off where absent: every family's own default."""
+        return bool(self.optional(key, bool))
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One id, a list of them, or none."""
+        value = self.raw(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(item) is int and item >= 0 for item in ids):
+            raise self.error("config-type", f"{key!r} is {value!r:.100}, expected token ids")
+        return tuple(ids)
+
+    def finish(self) -> None:
+        """Refuse values that are not implemented and keys that nobody understands."""
+        for key, allowed in self._fixed.items():
+            if key in self._data and (value := self._data.pop(key)) not in allowed:
+                raise self._refuse(key, value, allowed)
+        unknown = [key for key in self._data if key not in self._no_effect]
+        if unknown:
+            raise UnsupportedError(
+                "config-key-unknown",
+                f"{self.source} has keys that plait does not understand: {some(unknown)}",
+                why="a key that is ignored can change numbers in silence",
+                hint=did_you_mean(unknown[0], self._known) or "remove the key if it has no effect on the model",
+            )
+
+    def _refuse(self, key: str, value: Any, allowed: tuple[Any, ...]) -> UnsupportedError:
+        method = (
+            value.get("quant_method", "unnamed") if key == "quantization_config" and isinstance(value, dict) else None
+        )
+        shown = f"method {method!r}" if method else repr(value)[:100]
+        return UnsupportedError(
+            "config-value",
+            f"{self.source}: {key!r} is {shown}, which is not implemented",
+            why=f"implemented: {' or '.join(map(repr, allowed))}",
+            hint="use the unquantised checkpoint, or a GGUF file in Q4_0, Q4_1 or Q8_0" if method else "",
+        )
+
+    def _typed(self, key: str, value: Any, kind: type[T]) -> T | None:
+        if value is None:
+            return None
+        # JSON has one kind of number: 10000 is a fine float. True is no number here, though Python says so.
+        accepted = (int, float) if kind is float else (kind,)
+        if type(value) not in accepted or (kind is float and not _finite(value)):
+            raise self.error("config-type", f"{key!r} is {value!r:.100}, expected a {_KIND_NAMES[kind]}")
+        typed: T = kind(value)
+        return typed
+
+    def _positive(self, key: str, value: int) -> int:
+        if not 1 <= value <= MAX_DIM:
+            raise self.error("config-value", f"{key!r} is {value}, expected a positive number")
+        return value
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number too large for a float
+        return False
+
+
+_KIND_NAMES: dict[type, str] = {int: "whole number", float: "finite number", bool: "true or false", str: "string"}
