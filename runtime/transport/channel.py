@@ -6,23 +6,22 @@ tensors are views of that slot. The receiver gives the slot back with a note at 
 a slot again only after that: with `SLOTS` slots this is the back-pressure.
 
 Slots are memfds: they have no name, so a killed process leaves nothing behind. A slot's file descriptor is passed once
-(SCM_RIGHTS) and again only when a larger payload makes the sender replace it.
+(SCM_RIGHTS), and again only when a larger payload makes the sender replace it. A note announces it, so that all other
+messages can be received by a plain `recv`, which is faster than one that looks for file descriptors.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import mmap
 import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, Self
 
 from plait.errors import WorkerError
-from plait.runtime.transport.frame import INLINE, Frame, Incoming, decode, prepare
+from plait.runtime.transport.frame import INLINE, Frame, decode, prepare
 
 INLINE_BYTES = 64 << 10
 """Payloads up to this go through the socket. Below it the two copies through the kernel cost less than the note that
@@ -37,14 +36,14 @@ _MESSAGE_BYTES = INLINE_BYTES + (64 << 10)
 _SLOT_BYTES = 1 << 20
 """Smallest slot. Sizes double from here; pages that are never written cost nothing."""
 
-_RELEASE = struct.Struct("<4sH")
-_RELEASE_MAGIC = b"PLok"
-_FD_BYTES = array.array("i", [0]).itemsize
-_FD_SPACE = socket.CMSG_SPACE(_FD_BYTES)
-# Plain ints: arithmetic on the enum members of the socket module costs a microsecond each.
-_WAIT = int(socket.MSG_CMSG_CLOEXEC)
-_NOWAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
-_TRUNCATED = int(socket.MSG_TRUNC)
+_NOTE = struct.Struct("<4sH")  # what, slot
+_RELEASED = b"PLok"
+_NEW_SLOT = b"PLfd"  # the next message carries its file descriptor
+
+# Plain ints: arithmetic on the enum members of the socket module costs a microsecond each. With MSG_TRUNC the kernel
+# tells the length of a message also when it did not fit.
+_WAIT = int(socket.MSG_TRUNC)
+_NOWAIT = int(socket.MSG_TRUNC | socket.MSG_DONTWAIT)
 
 
 class PeerGoneError(WorkerError):
@@ -74,7 +73,7 @@ class Channel:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         self._inbox = mmap.mmap(-1, _MESSAGE_BYTES)
-        self._stash: deque[tuple[bytearray, list[int]]] = deque()
+        self._stash: deque[bytearray] = deque()
         self._sent_slots: list[mmap.mmap | None] = [None] * SLOTS
         self._free = list(range(SLOTS))
         self._received_slots: dict[int, mmap.mmap] = {}
@@ -96,13 +95,8 @@ class Channel:
             self._send(out.inline())
             return
         slot = self._take_slot()
-        fds = self._fit_slot(slot, out.payload_bytes)
-        out.write(self._sent_slots[slot])
-        try:
-            self._send(out.head(slot), fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
+        out.write(self._fitting(slot, out.payload_bytes))
+        self._send(out.head(slot))
 
     def recv(self) -> Frame:
         """The next frame, waiting for it. Its tensors stay valid until the next `recv` or `try_recv`.
@@ -122,9 +116,6 @@ class Channel:
     def close(self) -> None:
         """Close the socket and let go of the shared memory. Idempotent."""
         self._sock.close()
-        for _, fds in self._stash:
-            for fd in fds:
-                os.close(fd)
         self._stash.clear()
         for region in (self._inbox, *self._sent_slots, *self._received_slots.values()):
             # A tensor that still looks at a region keeps it mapped; it goes when the tensor goes.
@@ -141,113 +132,112 @@ class Channel:
         self.close()
 
     def _next(self, flags: int) -> Frame | None:
-        self._release()
-        while True:
-            if self._stash:
-                buffer, fds = self._stash.popleft()
-                return self._open(buffer, len(buffer), fds)
-            size, fds = self._receive(flags)
-            if size == 0:
-                return None
-            if not self._note(size):
-                return self._open(self._inbox, size, fds)
+        if self._to_release is not None:
+            self._release(self._to_release)
+        if self._stash:
+            buffer = self._stash.popleft()
+            return self._open(buffer, len(buffer))
+        while size := self._receive(flags):
+            if size != _NOTE.size or not self._take_note():
+                return self._open(self._inbox, size)
+        return None
 
-    def _open(self, buffer: Any, size: int, fds: list[int]) -> Frame:
+    def _open(self, buffer: Any, size: int) -> Frame:
         message = decode(buffer, size, self.peer)
         if message.slot == INLINE:
             return message.frame(buffer, message.payload_start)
-        region = self._map(message, fds)
-        self._to_release = message.slot
-        return message.frame(region, 0)
-
-    def _map(self, message: Incoming, fds: list[int]) -> mmap.mmap:
-        """The shared memory of the message's slot; a file descriptor that came along replaces it."""
-        for fd in fds:
-            self._received_slots[message.slot] = mmap.mmap(fd, os.fstat(fd).st_size)
-            os.close(fd)
         region = self._received_slots.get(message.slot)
-        size = 0 if region is None else len(region)
-        if region is None or size < message.payload_bytes:
+        held = 0 if region is None else len(region)
+        if region is None or held < message.payload_bytes:
             raise WorkerError(
                 "frame-length",
                 f"{self.peer} announced a payload of {message.payload_bytes} bytes in slot {message.slot}, "
-                f"whose shared memory holds {size} bytes",
+                f"whose shared memory holds {held} bytes",
             )
-        return region
+        self._to_release = message.slot
+        return message.frame(region, 0)
 
     def _take_slot(self) -> int:
         """A slot that the receiver is done with: the one used last, which is still in the caches."""
-        flags = _NOWAIT
         while True:
-            size, fds = self._receive(flags)
-            if size and not self._note(size):
-                self._stash.append((bytearray(self._inbox[:size]), fds))
-            elif not size and self._free:
+            size = self._receive(_NOWAIT if self._free else _WAIT)
+            if not size:
                 return self._free.pop()
-            flags = _NOWAIT if self._free else _WAIT
+            if size != _NOTE.size or not self._take_note():
+                self._stash.append(bytearray(self._inbox[:size]))
 
-    def _fit_slot(self, slot: int, nbytes: int) -> list[int]:
-        """Make the slot large enough. A new one comes with its file descriptor, to be passed on and closed."""
+    def _fitting(self, slot: int, nbytes: int) -> mmap.mmap:
+        """The slot's shared memory, made anew where it is too small."""
         region = self._sent_slots[slot]
         if region is not None and len(region) >= nbytes:
-            return []
+            return region
         size = max(_SLOT_BYTES, 1 << (nbytes - 1).bit_length())
         fd = os.memfd_create("plait-slot", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        self._sent_slots[slot] = mmap.mmap(fd, size)
+        try:
+            os.ftruncate(fd, size)
+            self._send(_NOTE.pack(_NEW_SLOT, slot))
+            self._send(b"fd", fd)
+            self._sent_slots[slot] = made = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
         if region is not None:
             region.close()
-        return [fd]
+        return made
 
-    def _release(self) -> None:
-        if self._to_release is None:
-            return
-        slot, self._to_release = self._to_release, None
+    def _release(self, slot: int) -> None:
+        self._to_release = None
         # A sender that has ended does not want its slot back; what it sent before can still be read.
         with contextlib.suppress(PeerGoneError):
-            self._send(_RELEASE.pack(_RELEASE_MAGIC, slot))
+            self._send(_NOTE.pack(_RELEASED, slot))
 
-    def _note(self, size: int) -> bool:
-        """Whether the message in the inbox gives a slot back; if so, take it."""
-        if size != _RELEASE.size or self._inbox[:4] != _RELEASE_MAGIC:
-            return False
-        slot = _RELEASE.unpack_from(self._inbox)[1]
-        if slot >= SLOTS or slot in self._free:
-            raise WorkerError("frame-slot", f"{self.peer} gave back slot {slot}, which it did not hold")
-        self._free.append(slot)
-        return True
+    def _take_note(self) -> bool:
+        """Whether the message in the inbox is a note; if so, act on it."""
+        what, slot = _NOTE.unpack_from(self._inbox)
+        if what == _RELEASED:
+            if slot >= SLOTS or slot in self._free:
+                raise WorkerError("frame-slot", f"{self.peer} gave back slot {slot}, which it did not hold")
+            self._free.append(slot)
+        elif what == _NEW_SLOT:
+            self._map(slot)
+        return what in (_RELEASED, _NEW_SLOT)
 
-    def _send(self, message: bytes, fds: Sequence[int] = ()) -> None:
+    def _map(self, slot: int) -> None:
         try:
-            if fds:
-                socket.send_fds(self._sock, [message], list(fds))
-            else:
+            _, fds, _, _ = socket.recv_fds(self._sock, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError as err:
+            raise self._timeout("did not send a slot") from err
+        for fd in fds:
+            self._received_slots[slot] = mmap.mmap(fd, os.fstat(fd).st_size)
+            os.close(fd)
+
+    def _send(self, message: bytes, fd: int | None = None) -> None:
+        try:
+            if fd is None:
                 self._sock.send(message)
+            else:
+                socket.send_fds(self._sock, [message], [fd])
         except BlockingIOError as err:
             raise self._timeout("did not take a message") from err
         except (BrokenPipeError, ConnectionResetError) as err:
             raise self._gone() from err
 
-    def _receive(self, flags: int) -> tuple[int, list[int]]:
-        """Put the next message into the inbox: its size and the file descriptors with it. (0, []): none yet."""
+    def _receive(self, flags: int) -> int:
+        """Put the next message into the inbox; its size. 0: there is none yet."""
         try:
-            size, ancillary, seen, _ = self._sock.recvmsg_into((self._inbox,), _FD_SPACE, flags)
+            size = self._sock.recv_into(self._inbox, 0, flags)
         except BlockingIOError as err:
             if flags == _NOWAIT:
-                return 0, []
+                return 0
             raise self._timeout("did not answer") from err
         except ConnectionResetError as err:
             raise self._gone() from err
         if size == 0:
             raise self._gone()
-        if seen & _TRUNCATED:
-            raise WorkerError("frame-length", f"{self.peer} sent a message of more than {_MESSAGE_BYTES} bytes")
-        if not ancillary:
-            return size, []
-        fds = array.array("i")
-        for _, _, data in ancillary:
-            fds.frombytes(data[: len(data) - len(data) % _FD_BYTES])
-        return size, list(fds)
+        if size > _MESSAGE_BYTES:
+            raise WorkerError(
+                "frame-length", f"{self.peer} sent a message of {size} bytes, the largest has {_MESSAGE_BYTES} bytes"
+            )
+        return size
 
     def _timeout(self, what: str) -> WorkerError:
         return WorkerError("peer-timeout", f"{self.peer} {what} in {self.timeout_s:g} s")

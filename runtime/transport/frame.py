@@ -112,9 +112,13 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What frames of the same kind, sender and shapes have in common. `tensor_bytes` includes padding."""
+    """What frames of the same kind, sender and shapes have in common.
+
+    `header` is padded, so that the payload is aligned; `tensor_bytes` includes padding too.
+    """
 
     header: bytes
+    header_bytes: int
     kind: str
     sender: str
     items: tuple[Item, ...]
@@ -153,11 +157,11 @@ class Outgoing:
 
     def head(self, slot: int) -> bytes:
         """Prefix and header, padded to `ALIGN`."""
-        header, meta_bytes = self.layout.header, len(self.frame.meta)
+        layout, frame = self.layout, self.frame
         flags = 0 if self.digests is None else _HAS_DIGESTS
-        sizes = len(header), self.payload_bytes, meta_bytes
-        prefix = _PREFIX.pack(_MAGIC, VERSION, slot, flags, *sizes, self.frame.step)
-        return (prefix + header).ljust(aligned(_PREFIX_BYTES + len(header)), b"\0")
+        header_bytes, meta_bytes = layout.header_bytes, len(frame.meta)
+        prefix = _PREFIX.pack(_MAGIC, VERSION, slot, flags, header_bytes, self.payload_bytes, meta_bytes, frame.step)
+        return prefix + layout.header
 
     def inline(self) -> bytes:
         """The whole message, payload included."""
@@ -312,7 +316,8 @@ def _place(header: _Header, data: bytes) -> Layout:
     for tensor in header.tensors:
         items.append(Item(tensor.name, DTYPES[tensor.dtype], tuple(tensor.shape), offset, tensor.nbytes))
         offset += aligned(tensor.nbytes)
-    return Layout(data, header.kind, header.sender, tuple(items), offset)
+    padded = data.ljust(aligned(_PREFIX_BYTES + len(data)) - _PREFIX_BYTES, b"\0")
+    return Layout(padded, len(data), header.kind, header.sender, tuple(items), offset)
 
 
 def _as_bytes(array: Array) -> Array:

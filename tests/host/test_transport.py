@@ -184,6 +184,18 @@ def test_another_version_and_other_bytes_are_refused() -> None:
         received(b"abc")
 
 
+def test_a_message_larger_than_any_frame_is_refused() -> None:
+    with pytest.raises(WorkerError, match=r"sent a message of 150000 bytes, the largest has 131072 bytes"):
+        received(bytes(150_000))
+
+
+def test_giving_back_a_slot_that_was_not_lent_is_refused(pair: Pair) -> None:
+    one, two = pair
+    two._send(b"PLok\3\0")
+    with pytest.raises(WorkerError, match=r"mi300 \(slice 1\) gave back slot 3"):
+        one.send(Frame("step", tensors={"x": np.zeros(LARGE, np.uint8)}))
+
+
 def test_an_unknown_dtype_is_refused_on_both_sides() -> None:
     with pytest.raises(WorkerError, match="tensor 'z' has dtype complex64"):
         frames.prepare(Frame("step", tensors={"z": np.zeros(2, np.complex64)}))
@@ -224,7 +236,9 @@ def test_a_payload_without_its_shared_memory_is_refused() -> None:
     os.ftruncate(fd, 4096)
     a, b = socket_pair()
     with a, Channel(b, "h100 (slice 0)") as channel:
-        socket.send_fds(a, [out.head(0)], [fd])
+        a.send(b"PLfd\0\0")
+        socket.send_fds(a, [b"fd"], [fd])
+        a.send(out.head(0))
         os.close(fd)
         with pytest.raises(WorkerError, match=f"a payload of {LARGE} bytes in slot 0, whose shared memory holds 4096"):
             channel.recv()
