@@ -132,13 +132,23 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         )
 
 
+def weights_identity(path: Path) -> tuple[int, str]:
+    """Size in bytes and digest of the header of a weights file."""
+    from plait.frontend import gguf, safetensors
+
+    files = gguf.read_gguf(path).tensors.files if path.suffix == ".gguf" else safetensors.read_file(path).files
+    return files[str(path)]
+
+
 def check_weights(artifact: Artifact) -> None:
-    """The checkpoint's files are there and of the size the artifact was compiled from.
+    """The checkpoint's files are there, with the sizes and headers that the artifact was compiled from.
+
+    Their data is not read again: that would take as long as loading them.
 
     Raises:
         ArtifactError: names the file and what differs.
     """
-    for name, (size, _) in artifact.manifest.weights.items():
+    for name, (size, header) in artifact.manifest.weights.items():
         path = artifact.weight_root / name
         if not path.is_file():
             raise ArtifactError(
@@ -147,9 +157,9 @@ def check_weights(artifact: Artifact) -> None:
                 why="an artifact refers to the checkpoint's bytes where they lie",
                 hint="put the checkpoint back, name its folder with --weights, or compile with --embed-weights",
             )
-        if path.stat().st_size != size:
+        now_size, now_header = weights_identity(path)
+        if (now_size, now_header) != (size, header):
+            what = f"{now_size} bytes instead of {size}" if now_size != size else "another header"
             raise ArtifactError(
-                "weights-changed",
-                f"{path} has {path.stat().st_size} bytes, but {size} when it was compiled",
-                hint="compile again",
+                "weights-changed", f"{path} changed since it was compiled: it has {what}", hint="compile again"
             )

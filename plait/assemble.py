@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from plait import artifact as artifacts
 from plait.backends.base import CompileOptions
-from plait.backends.weights import copy_bytes, write_refs
+from plait.backends.targets import label
+from plait.backends.weights import weights_json
 from plait.errors import CheckpointError, UserError
+from plait.frontend.tokenizer import tokenizer_text
 from plait.ir import kv_layouts, print_module, signature, weights
 from plait.ir.cover import cover
 from plait.ir.module import boundary
@@ -82,8 +84,9 @@ def assemble(
         if embed_weights:
             manifest = replace(manifest, weight_root=".", weights={})
         else:
-            root = os.path.relpath(checkpoint.root, output.absolute())
-            manifest = replace(manifest, weight_root=root, weights=dict(checkpoint.files))
+            root = _root(planned)
+            files = {os.path.relpath(path, root): facts for path, facts in checkpoint.files.items()}
+            manifest = replace(manifest, weight_root=os.path.relpath(root, output.absolute()), weights=files)
         (folder / "report.html").write_text(render_report(plan, manifest))
         artifacts.seal(folder, manifest)
     return artifacts.read_artifact(output)
@@ -116,9 +119,13 @@ def _compile(
     (here / "slice.mlir").write_text(print_module(module))
     needed = [refs[name] for name in weights(module)]
     if embed_weights:
-        needed = copy_bytes(needed, planned.checkpoint.root, here / "weights.bin", f"{cut.folder}/weights.bin")
-    write_refs(here / "weights.json", needed)
-    report = {"device": device.name, "target": target, "runs_on": capability.runs_on, **compiled.report}
+        needed = _embed(needed, here / "weights.bin", f"{cut.folder}/weights.bin")
+    else:
+        root = _root(planned)
+        needed = [replace(ref, file=os.path.relpath(ref.file, root)) for ref in needed]
+    (here / "weights.json").write_text(weights_json(needed))
+    runs_on = label(device.name, capability.emulated)
+    report = {"device": device.name, "target": target, "runs_on": runs_on, **compiled.report}
     (here / "report.json").write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
     for name, data in compiled.files.items():
         if Path(name).name != name or (here / name).exists():
@@ -132,7 +139,7 @@ def _compile(
         entry=entry(device.backend),
         target=target,
         environment=capability.environment,
-        runs_on=capability.runs_on,
+        runs_on=runs_on,
         blocks=cut.planned.blocks,
         inputs=tuple(boundary(name, value) for name, value in sig.inputs.items()),
         outputs=tuple(boundary(name, value) for name, value in sig.outputs.items()),
@@ -141,11 +148,33 @@ def _compile(
     )
 
 
+def _root(planned: Planned) -> str:
+    """The folder that holds every weights file of the checkpoint."""
+    return os.path.commonpath([Path(path).parent for path in planned.checkpoint.files])
+
+
+def _embed(refs: Sequence[WeightRef], target: Path, name: str) -> list[WeightRef]:
+    """Copy the bytes of each tensor behind one another into `target`, called `name` in the references returned."""
+    moved = []
+    with target.open("wb") as out:
+        for ref in refs:
+            with Path(ref.file).open("rb") as source:
+                source.seek(ref.offset)
+                left = ref.nbytes
+                while left:
+                    chunk = source.read(min(left, 1 << 24))
+                    assert chunk, f"{ref.file} ends inside {ref.name}: its length was checked"
+                    out.write(chunk)
+                    left -= len(chunk)
+            moved.append(replace(ref, file=name, offset=out.tell() - ref.nbytes))
+    return moved
+
+
 def _write_text_files(planned: Planned, folder: Path) -> None:
-    """tokenizer.json as it is, and what generation needs to know."""
+    """tokenizer.json (out of the GGUF file, where the model is one), and what generation needs to know."""
     checkpoint = planned.checkpoint
     if checkpoint.tokenizer is not None:
-        (folder / "tokenizer.json").write_bytes(checkpoint.tokenizer.read_bytes())
+        (folder / "tokenizer.json").write_text(tokenizer_text(checkpoint.tokenizer))
     generation = {"chat_template": checkpoint.chat_template}
     (folder / "generation.json").write_text(json.dumps(generation, indent=2) + "\n")
 

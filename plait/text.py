@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from plait import artifact as artifacts
-from plait.errors import UnsupportedError, UsageError
+from plait.errors import UnsupportedError
 from plait.frontend.tokenizer import Tokenizer
 from plait.runtime.pipeline import Pipeline as TokenPipeline
 from plait.runtime.sampler import SamplingParams
@@ -147,15 +147,8 @@ class Pipeline:
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, str):
             return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        if prompt and isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat([dict(message) for message in prompt])  # type: ignore[call-overload]
-        ids = [int(token) for token in prompt]  # type: ignore[arg-type]
-        wrong = [token for token in ids if not 0 <= token < self.manifest.vocab_size]
-        if wrong:
-            raise UsageError(
-                "token-range", f"token id {wrong[0]} is not in the vocabulary", why=f"{self.manifest.vocab_size} tokens"
-            )
-        return ids
+        messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+        return self.tokenizer.encode_chat(messages) if messages else [item for item in prompt if isinstance(item, int)]
 
     def logits(self, ids: Ids) -> Array:
         """float32 [len(ids), vocabulary]: the scores after every token of `ids`."""
