@@ -60,14 +60,14 @@ def _why_not_more(tables: Tables, stages: Sequence[Stage], i: int, busy: Sequenc
     wider = [(start - 1, end)] if i > 0 else []
     wider += [(start, end + 1)] if i + 1 < len(stages) else []
     wider = [w for w in wider if w[0] >= 0 and w[1] <= tables.problem.blocks]
-    if all(not tables.fits[kind][w] for w in wider):
-        short = min(float(tables.short[kind][w]) for w in wider)
-        free = capacity_bytes(device) - float(tables.needed[kind, start, end])
-        return f"its memory is full: {bytes_text(free)} free, one more block is {bytes_text(short)} short"
-    if all(not tables.allowed[kind][w] for w in wider):
+    open_ = [w for w in wider if tables.fits[kind][w] and tables.allowed[kind][w]]
+    if open_:
+        return _OBJECTIVE[tables.problem.objective](tables, (kind, start, end), open_, busy[i], max(busy))
+    full = [float(tables.short[kind][w]) for w in wider if not tables.fits[kind][w]]
+    if not full:
         return "a pin, a forbidden cut or its backend keeps the neighbouring blocks away"
-    at, allowed = (kind, start, end), [w for w in wider if tables.fits[kind][w] and tables.allowed[kind][w]]
-    return _OBJECTIVE[tables.problem.objective](tables, at, allowed, busy[i], max(busy))
+    free = capacity_bytes(device) - float(tables.needed[kind, start, end])
+    return f"its memory is full: {bytes_text(free)} free, one more block is {bytes_text(min(full))} short"
 
 
 def _throughput(
