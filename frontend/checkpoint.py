@@ -102,7 +102,7 @@ def _config_in_metadata(path: Path, metadata: dict[str, str]) -> tuple[dict[str,
             hint="--config path/to/config.json",
         )
     source = f"the config in the metadata of {path}"
-    return parse_json(metadata["config"].encode(), source), source
+    return parse_json(metadata["config"].encode("utf-8", "surrogatepass"), source), source
 
 
 def _open_json(path: Path, override: Path | None) -> Checkpoint:
@@ -196,8 +196,8 @@ def _name(path: Path) -> str:
 def _default_template(value: Any) -> str | None:
     """One template, or the one named `default` of a list."""
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
+        value = named[0].get("template") if named else None
     return value if isinstance(value, str) else None
 
 

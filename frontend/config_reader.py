@@ -121,7 +121,7 @@ class ConfigReader:
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(item) is int and item >= 0 for item in ids):
             raise self.error("config-type", f"{key!r} is {value!r:.100}, expected token ids")
-        return tuple(ids)
+        return tuple(dict.fromkeys(ids))
 
     def finish(self) -> None:
         """Refuse values that are not implemented and keys that nobody understands."""
