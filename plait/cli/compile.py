@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -82,7 +83,7 @@ def command(
 
 def default_output(model: Path) -> Path:
     """NAME.plait in the current directory; NAME is the directory's name or the file's stem."""
-    whole = model.absolute()
+    whole = Path(os.path.abspath(model))  # noqa: PTH100 - `..` has a name too, and links keep theirs
     name = whole.name if whole.is_dir() else whole.name.removesuffix(".index.json").rsplit(".", 1)[0]
     return Path(f"{name or 'model'}.plait")
 

@@ -69,11 +69,15 @@ def command(
     verbose: Verbose = False,
 ) -> None:
     from plait import api
+    from plait.artifact import read_artifact
     from plait.cli.screen import Screen
+    from plait.frontend.tokenizer import tokenizer_text
     from plait.runtime.sampler import SamplingParams
 
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    SamplingParams(**sampling)  # refuses wrong values before any worker starts
+    # Workers take seconds to start: what can be refused without them is refused before.
+    SamplingParams(**sampling)
+    tokenizer_text(read_artifact(artifact).folder / "tokenizer.json")
     screen = Screen(as_json=as_json)
     options = {"threads": threads, "share_workers": share_workers, "in_process": in_process, "debug": debug}
     with screen.phases() as progress:

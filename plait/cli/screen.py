@@ -46,12 +46,12 @@ class Screen:
         return self._out.width
 
     def show(self, item: RenderableType, style: str | None = None) -> None:
-        """A table or a line that is the command's answer; with `--json` it goes to stderr."""
-        self._out.print(item, style=style)
+        """A table or a line that is the command's answer; with `--json` it goes to stderr. A string stays one line."""
+        self._out.print(item, style=style, soft_wrap=isinstance(item, str))
 
     def note(self, text: str) -> None:
         """One dim line on stderr."""
-        self._err.print(text, style="dim")
+        self._err.print(text, style="dim", soft_wrap=True)
 
     def aside(self, item: RenderableType) -> None:
         """A table about the work, not the answer: stderr."""
