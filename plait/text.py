@@ -150,9 +150,9 @@ class Pipeline:
         messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
         return self.tokenizer.encode_chat(messages) if messages else [item for item in prompt if isinstance(item, int)]
 
-    def logits(self, ids: Ids) -> Array:
-        """float32 [len(ids), vocabulary]: the scores after every token of `ids`."""
-        return self._pipeline.logits(self.encode(ids))
+    def logits(self, ids: Ids, chunk: int | None = None) -> Array:
+        """float32 [len(ids), vocabulary]: the scores after every token of `ids`, in steps of at most `chunk` tokens."""
+        return self._pipeline.logits(ids, chunk)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: tokens, steps, per slice where it runs and how long it was busy."""

@@ -21,7 +21,7 @@ NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Reference:
-    """transformers in float32: prompts as ids, its greedy continuations, its logits after every token of a long text."""
+    """transformers in float32: prompts as ids, greedy continuations, logits after every token of a text."""
 
     prompts: list[list[int]]
     greedy: list[list[int]]
@@ -66,9 +66,10 @@ def _greedy(model: Any, ids: list[int]) -> list[int]:
 
 
 LONG_TEXT = (
-    "The pipeline reads a checkpoint, cuts it into slices and runs each slice where it is fastest. A page holds a fixed "
-    "number of tokens of keys and values of one layer; when a sequence grows beyond it, the scheduler hands out another. "
-    "Rotary embeddings turn pairs of features by an angle that grows with the position, so a mistake in the frequencies "
-    "stays invisible in short prompts and ruins long ones. For that reason every comparison in this file is made far "
-    "beyond the first page, and on the scores themselves rather than on text that merely looks sensible."
+    "The pipeline reads a checkpoint, cuts it into slices and runs each slice where it is fastest. A page "
+    "holds a fixed number of tokens of keys and values of one layer; when a sequence grows beyond it, the "
+    "scheduler hands out another. Rotary embeddings turn pairs of features by an angle that grows with the "
+    "position, so a mistake in the frequencies stays invisible in short prompts and ruins long ones. For that "
+    "reason every comparison in this file is made far beyond the first page, and on the scores themselves "
+    "rather than on text that merely looks sensible."
 )

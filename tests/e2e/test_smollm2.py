@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +70,6 @@ def test_many_requests_at_once_equal_one_by_one(smollm2: Path) -> None:
 
 
 def test_driver_imports_no_vendor_wheel(smollm2: Path, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     code = f"""
 import sys, plait
 with plait.open({str(tmp_path / "m.plait")!r}) as pipe:
@@ -81,4 +79,4 @@ assert not {{"torch", "jax", "triton"}} & sys.modules.keys()
     plait.compile_artifact(smollm2, "h100,mi300", output=tmp_path / "m.plait", dtype="float32")
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert not [name for name in os.listdir("/dev/shm") if "plait" in name]
+    assert not list(Path("/dev/shm").glob("*plait*"))
