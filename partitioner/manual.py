@@ -48,7 +48,7 @@ def evaluate(problem: Problem, plan: Plan) -> Plan:
             raise PlanError(
                 "plan-group",
                 f"{where} names {len(planned.devices)} devices",
-                why="tensor parallelism inside a slice is not built; splitting layers works across vendors",
+                why="layer (pipeline) split is the dependable cross-vendor mode; tensors of a slice are not split",
                 hint="give each device its own slice",
             )
         stages.append((device_by_id(problem, planned.devices[0], where), *planned.blocks))

@@ -11,7 +11,7 @@ from plait.cost_models.profile import ModelProfile
 from plait.errors import PlanError, UnsupportedError, UserError, did_you_mean
 from plait.spec import Capability, Cluster, Device, Objective, Workload
 
-_UNITS = re.compile(r"(?P<start>\d+)(?::(?P<end>\d+))?")
+_UNITS = re.compile(r"(?:block\.)?(?P<start>\d+)(?::(?P<end>\d+))?")
 _BLOCK = re.compile(r"block[ .]?(\d+)")
 
 
@@ -20,8 +20,8 @@ class Problem:
     """One question to the planner.
 
     Attributes:
-        pins: units -> device id. Units are `embed`, `head`, a block `12`, or blocks `0:10` (10 not included). The
-            search obeys them like any other limit.
+        pins: units -> device id. Units are `embed`, `head`, a block (`block.12` or `12`), or blocks `0:10` (10
+            not included). The search obeys them like any other limit.
         forbidden_cuts: no slice may end before one of these blocks.
         allowed: device ids that may be used; None allows all.
         capabilities: device id -> what its backend can do; a device that refuses an op does not get its block.
@@ -115,7 +115,7 @@ def _pin_units(text: str, blocks: int) -> Iterable[int]:
     raise PlanError(
         "plan-pin",
         f"cannot pin {text!r}",
-        why=f"a pin names embed, head, a block (12) or blocks (0:10) of 0 .. {blocks - 1}",
+        why=f"a pin names embed, head, a block (block.12) or blocks (0:10) of 0 .. {blocks - 1}",
     )
 
 
