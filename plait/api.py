@@ -191,7 +191,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     module = lower(checkpoint, asked.dtype)
     progress("plan", 0, 1)
     problem = Problem(
-        profile=profile(module),
+        profile=replace(profile(module), model=checkpoint.name),
         cluster=asked.cluster,
         workload=asked.workload,
         objective=asked.objective,
