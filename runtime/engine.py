@@ -73,10 +73,10 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters; see `Pipeline.stats`."""
-        rows = self._chain.board
-        scheduler = self._scheduler
+        infos, rows, scheduler = self._infos(), self._chain.board, self._scheduler
         return {
             **self._counts,
+            "hop_s": float(rows[:, HOP_NS].sum()) / 1e9,
             "running": scheduler.running,
             "waiting": scheduler.waiting,
             "kv_pages": {
@@ -92,7 +92,7 @@ class Engine:
                     "hop_s": float(rows[info.index, HOP_NS]) / 1e9,
                     "executable": info.stats,
                 }
-                for info in self._infos()
+                for info in infos
             ],
         }
 

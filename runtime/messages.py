@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from plait import errors
 from plait.backends.base import Batch
-from plait.errors import PlaitError, WorkerError
+from plait.errors import PlaitError, UserError, WorkerError
 from plait.runtime.sampler import SamplingParams
 from plait.runtime.scheduler import Step
 from plait.spec import Boundary
@@ -127,10 +127,10 @@ class Failure(msgspec.Struct, frozen=True):
         return cls("WorkerError", "worker-failed", what, _where(error), "")
 
     def error(self) -> PlaitError:
-        """The exception to raise: of its own class where that is one of a user's errors, else a WorkerError."""
-        kind = getattr(errors, self.kind, WorkerError)
-        if not issubclass(kind, PlaitError) or kind.__init__ is not PlaitError.__init__:
-            kind = WorkerError
+        """The exception to raise: of its own class, or of the nearest one that holds nothing but the four texts."""
+        kind: type[PlaitError] = getattr(errors, self.kind, WorkerError)
+        if kind.__init__ is not PlaitError.__init__:
+            kind = UserError if issubclass(kind, UserError) else WorkerError
         made: PlaitError = kind(self.code, self.what, why=self.why, hint=self.hint)
         return made
 

@@ -175,10 +175,10 @@ class Pipeline:
     def stats(self) -> dict[str, Any]:
         """Counters since the start.
 
-        `requests`, `prompt_tokens`, `tokens` (generated), `steps`; `running` and `waiting` requests now; `kv_pages` by
-        class (`used`, `total`, `page_tokens`); `slices` in order: `slice`, `runs_on`, `steps`, `busy_s` (computing),
-        `hop_s` (from the hand-over by the slice before to the start; with several steps in flight this includes waiting
-        in line), `executable` (its own counters).
+        `requests`, `prompt_tokens`, `tokens` (generated), `steps`, `hop_s` (sum over the slices); `running` and
+        `waiting` requests now; `kv_pages` by class (`used`, `total`, `page_tokens`); `slices` in order: `slice`,
+        `runs_on`, `steps`, `busy_s` (computing), `hop_s` (from the hand-over by the slice before to the start; with
+        several steps in flight this includes waiting in line), `executable` (its own counters).
         """
         return self._engine.stats()
 

@@ -80,8 +80,9 @@ def candidates(logits: Logits, params: SamplingParams) -> tuple[NDArray[np.int64
 
     Likeliest first where a filter is on, by id where none is.
     """
-    scaled = logits.astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled.max())
+    scores = logits.astype(np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature makes all but the best -inf, which is what it means
+        weights = np.exp((scores - scores.max()) / params.temperature)
     ids = np.arange(len(weights))
     if params.top_k is not None:
         ids = _likeliest(weights, params.top_k)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from plait.backends.base import Array, Batch, Int32, LoadOptions
-from plait.errors import UnsupportedError
+from plait.errors import FitError, UnsupportedError
 from plait.spec import Boundary, KVLayout, Manifest, ManifestSlice, kv_class
 
 PRIME, HIDDEN, VOCAB, FIRST_FAULT = 65521, 4, 97, 90
@@ -132,6 +132,8 @@ class FakeBackend:
     def load(self, folder: Path, device: str, options: LoadOptions) -> FakeExecutable:
         if device == "unloadable":
             raise UnsupportedError("fake-refusal", "the fake device says no", why="it always does", hint="ask another")
+        if device == "small":
+            raise FitError("the weights do not fit", why="needed 3, free 2")
         if device == "crash":
             raise ZeroDivisionError("crash on load")
         if device == "sleepy":

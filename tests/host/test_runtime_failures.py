@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from plait.errors import PlaitError, UnsupportedError, UsageError, WorkerError
+from plait.errors import PlaitError, UnsupportedError, UsageError, UserError, WorkerError
 from plait.runtime import workers
 from plait.runtime.pipeline import Pipeline
 from plait.runtime.transport import socket_pair
@@ -160,6 +160,7 @@ def test_a_forgotten_pipeline_ends_its_workers(tmp_path: Path) -> None:
     ("device", "kind", "said"),
     [
         ("unloadable", UnsupportedError, r"unloadable \(slice 1\): the fake device says no"),
+        ("small", UserError, r"small \(slice 1\): the weights do not fit \[does-not-fit\]\n  why: needed 3, free 2"),
         ("crash", WorkerError, r"crash \(slice 1\) failed while loading: ZeroDivisionError: crash on load"),
         ("sleepy", WorkerError, r"sleepy \(slice 1\) was not ready in 3 s"),
     ],

@@ -86,6 +86,11 @@ def test_greedy_takes_the_lowest_of_equals_and_any_dtype() -> None:
     assert {sample(logits.astype(ml_dtypes.bfloat16), SamplingParams(5.0, seed=s), 0) for s in range(99)} == {0, 1, 2}
 
 
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = np.array([0.0, 3.0, 2.999, -5.0, -math.inf], np.float32)
+    assert {sample(logits, SamplingParams(1e-300, seed=s), 0) for s in range(20)} == {1}
+
+
 def test_top_k_among_equals_keeps_the_lower_ids() -> None:
     ids, _ = candidates(np.array([1.0, 2.0, 1.0, 1.0]), SamplingParams(1.0, top_k=2))
     assert ids.tolist() == [1, 0]
