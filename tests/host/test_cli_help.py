@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer.main
 
 from plait import __version__
 from plait.cli.main import app
+from plait.spec import WORKLOADS, Objective
 from tests.host.command_line import plait, subprocess_plait
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli" / "flags.txt"
@@ -70,3 +71,9 @@ def test_bare_compile_is_plait_compile():
     command = [sys.executable, "-c", "from plait.cli.main import run_compile; run_compile()", "--help"]
     bare = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert bare.stdout == subprocess_plait("compile", "--help").stdout
+
+
+def test_help_names_every_workload_and_objective():
+    text = " ".join(plait("plan", "--help").stdout.split())
+    assert f"What will be asked: {', '.join(WORKLOADS).replace('chat', 'chat (default)')}." in text
+    assert all(goal in text for goal in get_args(Objective))
