@@ -136,7 +136,8 @@ def _plan_cause(tables: Tables, stages: Sequence[Stage], busy: Sequence[float], 
     used = _used(tables, stages)
     best = _value_text(tables, solution.value)
     if solution.proven:
-        why = f"the best {tables.problem.objective} of all contiguous splits in any order: {best}"
+        limits = " within the limits" if _limited(tables) else ""
+        why = f"the best {tables.problem.objective} of all contiguous splits in any order{limits}: {best}"
     else:
         why = (
             f"the best {tables.problem.objective} found within the limits: {best}; no plan exceeds "
@@ -165,7 +166,12 @@ def _compared(tables: Tables, solution: Solution, keep: Callable[[Counts], bool]
     mine, theirs = _goodness(tables, solution.value), _goodness(tables, value)
     if np.isfinite(mine) and np.isfinite(theirs) and mine:
         text += f" ({(theirs / mine - 1) * 100:+.1f} %)"
-    return text
+    return text + (", limits on time aside" if _limited(tables) else "")
+
+
+def _limited(tables: Tables) -> bool:
+    work = tables.problem.workload
+    return work.max_ttft_s is not None or work.max_tpot_s is not None
 
 
 def _goodness(tables: Tables, value: float) -> float:

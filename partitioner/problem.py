@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -67,14 +68,18 @@ def check(problem: Problem) -> None:
 
     Raises:
         PlanError: unknown device, block or cut; a pin to a device that is not allowed; nothing allowed.
-        UserError: a device without numbers or memory.
+        UserError: a device without numbers or memory; a workload of nothing, or beyond the model's positions.
     """
+    _check_workload(problem)
     for name in problem.allowed or ():
         device_by_id(problem, name, "--devices")
     if not problem.devices:
         raise PlanError("plan-device", "no device is left to plan on", hint="name at least one target")
     for device in problem.devices:
         check_device(device)
+    twice = [name for name, count in Counter(device.id for device in problem.cluster.devices).items() if count > 1]
+    if twice:
+        raise PlanError("plan-device", f"two devices of the cluster are called {twice[0]}")
     longest, wanted = problem.profile.max_positions, problem.workload.context_tokens
     if longest is not None and wanted > longest:
         raise UserError(
@@ -89,6 +94,22 @@ def check(problem: Problem) -> None:
     for unit, owner in owners.items():
         if owner not in {device.id for device in problem.devices}:
             raise PlanError("plan-pin", f"unit {unit} is pinned to {owner}, which may not be used")
+
+
+def _check_workload(problem: Problem) -> None:
+    work = problem.workload
+    numbers = {
+        "prompt_tokens": work.prompt_tokens,
+        "output_tokens": work.output_tokens,
+        "concurrency": work.concurrency,
+        "page_tokens": problem.page_tokens,
+        "max_step_tokens": problem.max_step_tokens,
+        "max_ttft_s": 1 if work.max_ttft_s is None else work.max_ttft_s,
+        "max_tpot_s": 1 if work.max_tpot_s is None else work.max_tpot_s,
+    }
+    for name, value in numbers.items():
+        if not value > 0:
+            raise UserError("workload", f"{name} is {value}; it must be positive")
 
 
 def pinned_units(problem: Problem) -> dict[int, str]:
