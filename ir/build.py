@@ -10,7 +10,7 @@ from xdsl.ir import Block, Region, SSAValue
 
 from plait.ir import ops
 from plait.ir.dialect import verify
-from plait.ir.module import name_list
+from plait.ir.module import MODEL, name_list
 from plait.ir.ops.base import tensor_type
 from plait.ir.rope import Rope
 from plait.ir.types import BatchType, KVType, element, tensor
@@ -109,7 +109,7 @@ class Builder:
             arg_attrs=name_list(self._arg_names),
             res_attrs=name_list(list(outputs)),
         )
-        module = ModuleOp([function], attributes={"plait.model": StringAttr(self._model)})
+        module = ModuleOp([function], attributes={MODEL: StringAttr(self._model)})
         verify(module)
         return module
 

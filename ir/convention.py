@@ -15,7 +15,7 @@ from xdsl.dialects.func import FuncOp, ReturnOp
 from xdsl.ir import BlockArgument, Operation, SSAValue
 from xdsl.utils.exceptions import VerifyException
 
-from plait.ir.module import NAME, SLICE, slice_of
+from plait.ir.module import MODEL, NAME, SLICE, slice_of
 from plait.ir.ops import AttentionOp, PlaitOp, WeightOp
 from plait.ir.ops.base import activation_type
 from plait.ir.types import BatchType, KVType
@@ -31,6 +31,9 @@ class ConventionError(VerifyException):
 
 def check_convention(module: ModuleOp) -> None:
     """Check a module whose ops are each verified. Raises ConventionError."""
+    model = module.attributes.get(MODEL)
+    if model is not None and not (isinstance(model, StringAttr) and model.data.isascii()):
+        raise ConventionError(module, f"{MODEL} is a name in ASCII, not {model}")
     function = _only_function(module)
     body = list(function.body.block.ops)
     _check_ops(body)
@@ -90,6 +93,8 @@ def _attention_of(function: FuncOp, arg: BlockArgument) -> AttentionOp:
 def _check_results(function: FuncOp) -> None:
     returned = function.body.block.last_op
     assert isinstance(returned, ReturnOp), "xDSL asks for a terminator, and no other op of the dialects is one"
+    if not returned.arguments:
+        raise ConventionError(function, "@main returns nothing")
     _check_names(function, "result", function.res_attrs, len(returned.arguments))
     for index, value in enumerate(returned.arguments):
         _check_boundary(function, f"result {index}", value)
@@ -111,8 +116,8 @@ def _check_names(function: FuncOp, what: str, attrs: ArrayAttr[DictionaryAttr] |
     names: list[str] = []
     for index, entry in enumerate(entries):
         named = entry.data.get(NAME)
-        if not isinstance(named, StringAttr) or not named.data:
-            raise ConventionError(function, f"{what} {index} of @main has no {NAME}")
+        if not isinstance(named, StringAttr) or not named.data or not named.data.isascii():
+            raise ConventionError(function, f"{what} {index} of @main has no {NAME} in ASCII")
         names.append(named.data)
     for name, times in Counter(names).items():
         if times > 1:

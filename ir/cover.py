@@ -1,32 +1,46 @@
-"""The proof that slices hold every weight: each tensor in exactly one slice, or in several because several use it."""
+"""Which slice needs which tensor of the checkpoint: a checked cover."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from xdsl.dialects.builtin import ModuleOp
 
-from plait.errors import VerifyError
+from plait.errors import VerifyError, did_you_mean
 from plait.ir.module import weights
 
 
-def cover(slices: Sequence[ModuleOp], names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Which slices hold each weight; several where it is replicated (a tied embedding).
+@dataclass(frozen=True)
+class Cover:
+    """Every tensor of a checkpoint stands in exactly one slice, or in `replicated`, or in `unused`.
 
-    Args:
-        slices: the slices of a module, in order.
-        names: the tensors that must be placed.
+    Attributes:
+        slices: tensor -> the slices that use it, by index.
+        replicated: tensors that several slices use: the tied embedding.
+        unused: tensors of the checkpoint that no slice uses.
+    """
+
+    slices: dict[str, tuple[int, ...]]
+    replicated: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def cover(slices: Sequence[ModuleOp], tensors: Collection[str]) -> Cover:
+    """Check the slices of one module against the names of the checkpoint's tensors.
 
     Raises:
-        VerifyError: `cover`: a tensor is in no slice, or a slice asks for one that is not among `names`.
+        VerifyError: `ir-cover`, naming a tensor that a slice needs and the checkpoint lacks.
     """
-    holders: dict[str, list[int]] = {name: [] for name in names}
+    users: dict[str, tuple[int, ...]] = {}
     for index, module in enumerate(slices):
         for name in weights(module):
-            if name not in holders:
-                raise VerifyError("cover", f"slice {index} asks for {name!r}, which the model does not have")
-            holders[name].append(index)
-    lost = [name for name, where in holders.items() if not where]
-    if lost:
-        raise VerifyError("cover", f"{len(lost)} tensors are in no slice: {', '.join(lost[:5])}")
-    return {name: tuple(where) for name, where in holders.items()}
+            if name not in tensors:
+                what = f"slice {index} needs the tensor {name!r}, which the checkpoint lacks"
+                raise VerifyError("ir-cover", what, hint=did_you_mean(name, tensors))
+            users[name] = (*users.get(name, ()), index)
+    return Cover(
+        slices=users,
+        replicated=tuple(name for name, where in users.items() if len(where) > 1),
+        unused=tuple(sorted(set(tensors) - set(users))),
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import Builtin, ModuleOp
+from xdsl.dialects.builtin import Builtin, IntegerAttr, ModuleOp
 from xdsl.dialects.func import Func, FuncOp
 from xdsl.ir import Dialect, Operation
 from xdsl.parser import Parser
@@ -15,8 +16,11 @@ from xdsl.utils.exceptions import ParseError, VerifyException
 
 from plait.errors import VerifyError
 from plait.ir.convention import ConventionError, check_convention
-from plait.ir.ops import OPS, PlaitOp
+from plait.ir.ops import OPS
 from plait.ir.types import BatchType, KVType
+
+#: Comments and whole string literals, as xDSL knows them.
+_SKIPPED = re.compile(r'''//[^\n]*|"(?:[^"\\\n\v\f]|\\(?:["nt\\]|[0-9A-Fa-f]{2}))*"''')
 
 Plait = Dialect("plait", list(OPS), [BatchType, KVType])
 
@@ -38,17 +42,29 @@ def print_module(module: ModuleOp) -> str:
 
 def parse_module(text: str, name: str = "<text>") -> ModuleOp:
     """Read and verify MLIR text. Raises VerifyError with the place of the fault."""
+    _check_literals(text, name)
     parser = Parser(context(), text, name)
     try:
         module = parser.parse_module()
     except ParseError as err:
         raise VerifyError("ir-parse", f"{name} is not a plait module", why=str(err).strip()) from err
-    except VerifyException as err:  # of a type or an attribute: it does not know where it stands
-        line = text[: parser.pos].rstrip().count("\n")
-        why = f"line {line + 1}: {_one_line(err)}\n    {text.splitlines()[line].strip()}"
-        raise VerifyError("ir-parse", f"{name} is not a plait module", why=why) from err
+    except Exception as err:  # a type or an attribute that does not know where it stands; an overflow, a deep nesting
+        raise _parse_error(text, name, len(text[: parser.pos].rstrip()), _one_line(err)) from err
     verify(module)
     return module
+
+
+def _check_literals(text: str, name: str) -> None:
+    """xDSL's lexer takes a time exponential in the length of a literal that does not end or has a wrong escape."""
+    place = _SKIPPED.sub(lambda found: " " * len(found[0]), text).find('"')
+    if place >= 0:
+        raise _parse_error(text, name, place, "a quote that does not close, or an unknown escape behind it")
+
+
+def _parse_error(text: str, name: str, place: int, message: str) -> VerifyError:
+    line = text.count("\n", 0, place)
+    shown = text.split("\n")[line].strip()
+    return VerifyError("ir-parse", f"{name} is not a plait module", why=f"line {line + 1}: {message}\n    {shown}")
 
 
 def read_module(path: Path) -> ModuleOp:
@@ -78,8 +94,8 @@ def describe(op: Operation) -> str:
     """An op in a few words: `plait.linear of block 3`."""
     if isinstance(op, ModuleOp | FuncOp):
         return "@main" if isinstance(op, FuncOp) else "the module"
-    block = op.block_index if isinstance(op, PlaitOp) else None
-    return op.name if block is None else f"{op.name} of block {block}"
+    block = op.properties.get("block")
+    return f"{op.name} of block {block.value.data}" if isinstance(block, IntegerAttr) else op.name
 
 
 def show(op: Operation) -> str:

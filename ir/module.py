@@ -22,6 +22,8 @@ from plait.spec import Boundary, KVLayout, kv_class
 
 #: Attribute of every argument and result of `@main`.
 NAME = "plait.name"
+#: Attribute of a module: the family it was made for.
+MODEL = "plait.model"
 #: Attribute of a module that is a slice: `"START:END of COUNT"`, its blocks and those of the whole model.
 SLICE = "plait.slice"
 

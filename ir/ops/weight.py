@@ -35,7 +35,8 @@ class WeightOp(PlaitOp):
     def infer(self) -> Sequence[Attribute]:
         kind = self.result.type
         assert isinstance(kind, TensorType)
-        require(bool(self.symbol.data), "a weight has a name")
+        # xDSL reads a literal that is not ASCII as bytes, no longer as text.
+        require(bool(self.symbol.data) and self.symbol.data.isascii(), "a weight has a name in ASCII")
         require(all(dim > 0 for dim in kind.get_shape()), "a weight has a static, non-empty shape, not {}", kind)
         require_dtype(kind, "the weight")
         return (kind,)

@@ -111,6 +111,9 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ("weight in f64", ONE, r"tensor<32x16xf32>", "tensor<32x16xf64>"),
     ("weight of no size", ONE, r"tensor<32x16xf32>", "tensor<?x16xf32>"),
     ("weight of no name", ONE, r'"model\.norm\.weight"', '""'),
+    ("weight of a name not in ASCII", ONE, r'"model\.norm\.weight"', '"модель"'),
+    ("argument of a name not in ASCII", ONE, r'"kv\.0"', '"ключи"'),
+    ("model of a name not in ASCII", ONE, r'"llama"', '"лама"'),
     (
         "weight is a value",
         ONE,
@@ -161,6 +164,7 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
         r"-> \(tensor<\?x32xf32> (.*)\n((?s:.*))func\.return .*",
         r"-> (!plait.batch \1\n\2func.return %0 : !plait.batch",
     ),
+    ("no result", ONE, r"(?s)-> \(tensor<\?x32xf32> .*?\{\n(.*func\.return) [^\n]*", r"{\n\1"),
     ("a KV value for nobody", ONE, r"@main\(", '@main(%99: !plait.kv<2x4xf32> {plait.name = "kv.9"}, '),
     ("a KV value for two", CUT, r"%3, %0 ", "%2, %0 "),
     ("KV values in the wrong order", CUT, r"%2: (!plait\S+ \{.*?\}), %3: ", r"%3: \1, %2: "),
@@ -187,6 +191,8 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ("a slice attribute that is no text", CUT, r'"1:3 of 3"', "5"),
     ("an unknown op", ONE, r"plait\.add", "plait.addd"),
     ("broken text", ONE, r"\{eps", "{{eps"),
+    ("a quote that does not close", ONE, r'norm\.weight"', "norm.weight"),
+    ("an unknown escape", ONE, r'norm\.weight"', r'norm\\weight"'),
     ("half a file", ONE, r"(?s)    func\.return.*", ""),
 )
 
