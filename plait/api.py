@@ -35,6 +35,7 @@ class Request:
     config: Path | None
     cluster: Cluster
     workload: Workload
+    workload_asked: bool
     objective: Objective
     dtype: str | None
     layers: tuple[int, ...] | None
@@ -113,6 +114,7 @@ def request(
         config=None if config is None else Path(config),
         cluster=given.cluster if given is not None else _cluster(targets, cluster),
         workload=given.workload if given is not None else _workload(workload, context, concurrency),
+        workload_asked=given is not None or workload is not None or context is not None,
         objective=given.objective if given is not None else objective or "throughput",
         dtype=given.dtype if given is not None else dtype,
         layers=None if layers is None else tuple(layers),
@@ -155,13 +157,23 @@ def _workload(workload: str | Workload | None, context: int | None, concurrency:
     if context is not None:
         if context < 2:
             raise UsageError("context", f"a context of {context} tokens is too short", why="prompt and output need 2")
-        prompt = min(context - 1, chosen.prompt_tokens * context // chosen.context_tokens or 1)
-        chosen = replace(chosen, prompt_tokens=prompt, output_tokens=context - prompt)
+        chosen = _scaled(chosen, context)
     if concurrency is not None:
         if concurrency < 1:
             raise UsageError("concurrency", f"a concurrency of {concurrency} asks for nothing")
         chosen = replace(chosen, concurrency=concurrency)
     return chosen
+
+
+def _scaled(workload: Workload, context: int) -> Workload:
+    """The same shares of prompt and output in another context."""
+    prompt = min(context - 1, workload.prompt_tokens * context // workload.context_tokens or 1)
+    return replace(workload, prompt_tokens=prompt, output_tokens=context - prompt)
+
+
+def _within(workload: Workload, max_positions: int) -> Workload:
+    """The default workload, for a model with fewer positions cut to those. One that was asked for is never cut."""
+    return workload if workload.context_tokens <= max_positions else _scaled(workload, max_positions)
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -191,9 +203,9 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     module = lower(checkpoint, asked.dtype)
     progress("plan", 0, 1)
     problem = Problem(
-        profile=replace(profile(module), model=checkpoint.name),
+        profile=replace(profile(module, checkpoint.max_positions), model=checkpoint.name),
         cluster=asked.cluster,
-        workload=asked.workload,
+        workload=asked.workload if asked.workload_asked else _within(asked.workload, checkpoint.max_positions),
         objective=asked.objective,
         layers=asked.layers,
         pins=asked.pins,

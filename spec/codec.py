@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Hashable
@@ -61,6 +62,13 @@ def from_json(cls: type[T], text: str) -> T:
     return from_dict(cls, data)
 
 
+class YamlLoader(yaml.SafeLoader):
+    """Safe, and reads `3e-05` as the number it is; YAML 1.1 wants `3.0e-05`."""
+
+
+YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+\Z"), list("-+0123456789"))
+
+
 class _Dumper(yaml.SafeDumper):
     """Short lists (`blocks: [0, 15]`) in flow style, the rest in block style: easy to read and to edit."""
 
@@ -79,7 +87,7 @@ def to_yaml(value: Any) -> str:
 
 def from_yaml(cls: type[T], text: str) -> T:
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=YamlLoader)
     except yaml.YAMLError as err:
         raise UserError("spec-yaml", f"not valid YAML for a {cls.__name__}", why=str(err)) from err
     return from_dict(cls, data)
