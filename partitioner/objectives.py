@@ -84,9 +84,9 @@ def best(tables: Tables) -> Solution | None:
         return None
     search = _Search(tables, limits)
     search.require_limits(mask)
-    placement, proven = search.lexicographic(mask, _CRITERIA[tables.problem.objective])
+    placement, bound = search.lexicographic(mask, _CRITERIA[tables.problem.objective])
     value = total(measure_of(tables, name), placement, bottleneck=name != "latency")
-    return Solution(placement, value, first, value if proven else first.best)
+    return Solution(placement, value, first, min(value, bound))
 
 
 def total(measure: Measure, placement: Placement, *, bottleneck: bool = False) -> float:
@@ -103,22 +103,22 @@ class _Search:
     tables: Tables
     limits: _Limits
 
-    def lexicographic(self, mask: Mask, names: tuple[str, ...]) -> tuple[Placement, bool]:
+    def lexicographic(self, mask: Mask, names: tuple[str, ...]) -> tuple[Placement, float]:
         """Fix one criterion after the other; the last word is the latency, with the fewest devices that reach it.
 
-        The second value: whether the first criterion is proven best."""
+        The second value: what the first criterion is proven not to beat."""
         most: int | None = None
-        certain: list[bool] = []
+        bounds: list[float] = []
         for name in names:
             if name == "count":
                 most = self._fewest(mask)
                 continue
             measure = measure_of(self.tables, name)
-            limit, sure = self._bottleneck(mask, measure, most)
+            limit, bound = self._bottleneck(mask, measure, most)
             mask = mask.within(measure, limit)
-            certain.append(sure)
-        placement, sure = self._least_latency(mask, most)
-        return placement, [*certain, sure][0]
+            bounds.append(bound)
+        placement, bound = self._least_latency(mask, most)
+        return placement, [*bounds, bound][0]
 
     def require_limits(self, mask: Mask) -> None:
         """Raises UserError `limits` where one limit alone cannot be met."""
@@ -147,21 +147,25 @@ class _Search:
                 hint="raise one of the limits",
             )
 
-    def _bottleneck(self, mask: Mask, measure: Measure, most: int | None) -> tuple[float, bool]:
-        """The smallest bottleneck among plans that meet the limits."""
+    def _bottleneck(self, mask: Mask, measure: Measure, most: int | None) -> tuple[float, float]:
+        """The smallest bottleneck of a plan found within the limits, and the smallest that is not ruled out."""
         best = Table(mask, measure, bottleneck=True, most=most).best
         slack = abs(best) * EPS if np.isfinite(best) else 0.0
         if not self.limits.measures:
-            return best + slack, True
+            return best + slack, best + slack
         values = mask.costs(measure)
         values = values[values >= best - slack]
-        low, high, proven = 0, len(values) - 1, True
+        low, high, possible = 0, len(values) - 1, 0
         while low < high:
             middle = (low + high) // 2
             found, sure = self._feasible(mask.within(measure, values[middle] + slack), most)
-            proven = proven and (sure or found is not None)
-            low, high = (low, middle) if found is not None else (middle + 1, high)
-        return float(values[low]) + slack, proven
+            if found is not None:
+                high = middle
+                continue
+            low = middle + 1
+            if sure:
+                possible = low
+        return float(values[low]) + slack, float(values[possible]) + slack
 
     def _fewest(self, mask: Mask) -> int:
         """The fewest devices that still reach what is fixed so far."""
@@ -169,20 +173,21 @@ class _Search:
         sizes = sorted({sum(s) for s, value in table.values.items() if np.isfinite(value)})
         return next(size for size in sizes if self._feasible(mask, size)[0] is not None)
 
-    def _least_latency(self, mask: Mask, most: int | None) -> tuple[Placement, bool]:
+    def _least_latency(self, mask: Mask, most: int | None) -> tuple[Placement, float]:
         """The least latency under the limits. TTFT and TPOT are the two sums that latency is made of, so the plans
-        found by weighing them against each other hold the best one unless it lies inside their hull."""
+        found by weighing them against each other hold the best one unless it lies inside their hull. The second value:
+        the least latency without limits where they cost something."""
         table = Table(mask, self.tables.latency, bottleneck=False, most=most)
         placement = table.trace(_fewest_best(table))
         if self.limits.met(placement):
-            return placement, True
+            return placement, table.best
         found, _ = self._feasible(mask, most)
         assert found is not None, "a plan within the limits was found before"
         best = found
         for plan in self._hull(mask, most):
             if self.limits.met(plan) and total(self.tables.latency, plan) < total(self.tables.latency, best):
                 best = plan
-        return best, False
+        return best, table.best
 
     def _feasible(self, mask: Mask, most: int | None) -> tuple[Placement | None, bool]:
         """A plan that meets the limits, and whether the answer is certain.
