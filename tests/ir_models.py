@@ -84,7 +84,8 @@ def random_weights(module: ModuleOp, seed: int = 0) -> Weights:
 class Feed:
     """Sequences of random tokens, fed step by step through page tables whose pages lie in random order.
 
-    A full class has a page for every logical one; a window class has a ring as large as `ring_pages` says, no larger.
+    A full class has a page for every logical one; a window class has a ring as large as `ring_pages` says, no larger
+    (without `rings`, it has every page too).
     """
 
     def __init__(
@@ -96,8 +97,11 @@ class Feed:
         max_step_tokens: int = 64,
         vocabulary: int = 32,
         seed: int = 0,
+        page_seed: int = 0,
+        rings: bool = True,
     ) -> None:
         rng = np.random.default_rng(seed)
+        pages = np.random.default_rng(page_seed)
         self.page_tokens = page_tokens
         self.tokens = [rng.integers(0, vocabulary, length).astype(np.int32) for length in lengths]
         self.done = [0] * len(lengths)
@@ -107,10 +111,10 @@ class Feed:
             assert name == kv_class(window)
             counts = [-(-length // page_tokens) for length in lengths]
             held = counts
-            if window is not None:
+            if window is not None and rings:
                 held = [min(count, ring_pages(window, page_tokens, max_step_tokens)) for count in counts]
             self.pages[name] = sum(held) + 3  # a few that nobody owns
-            free = iter(rng.permutation(self.pages[name]))
+            free = iter(pages.permutation(self.pages[name]))
             table = np.full((len(lengths), max(counts)), -1, np.int32)
             for s, (count, own) in enumerate(zip(counts, held, strict=True)):
                 ring = [next(free) for _ in range(own)]

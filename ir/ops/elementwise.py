@@ -51,7 +51,8 @@ class SiluMulOp(_Binary):
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         gate, up = operands
-        return (gate * 0.5 * (1.0 + np.tanh(gate / 2.0)) * up,)
+        # 1 / (1 + exp(-z)) as exp(-log(1 + exp(-z))): no overflow, and no cancellation far to the left.
+        return (gate * np.exp(-np.logaddexp(0.0, -gate)) * up,)
 
 
 @irdl_op_definition
