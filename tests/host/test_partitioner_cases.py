@@ -157,10 +157,16 @@ def test_fewer_devices_when_more_are_slower() -> None:
 
 
 def test_equal_throughput_takes_fewer_devices() -> None:
-    """The bottleneck is one block: a third device changes nothing and stays out."""
-    model = toy([100, 1, 1], kv_heads=0)
-    nodes = [device("a", 10**6, index=i, bandwidth=100.0, host="x") for i in range(3)]
-    assert len(solve(Problem(model, cluster(*nodes, rate=1e12, latency_s=0.0), ONE)).slices) == 2
+    """The bottleneck is one block: a third device would only add KV tokens, and stays out."""
+    model = toy([1000, 1, 1, 1], kv_heads=1)
+    nodes = [device("a", 100_000, index=i, bandwidth=100.0, host="x") for i in range(3)]
+    problem = Problem(model, cluster(*nodes, rate=1e12, latency_s=0.0), ONE, max_step_tokens=1)
+    plan, three = solve(problem), solve(replace(problem, layers=(1, 1, 2)))
+    assert [s.blocks for s in plan.slices] == [(0, 1), (1, 4)]
+    assert plan.slices[0].decode_s == three.slices[0].decode_s
+    assert plan.prediction is not None
+    assert three.prediction is not None
+    assert three.prediction.max_kv_tokens > plan.prediction.max_kv_tokens
 
 
 def test_does_not_fit_says_needed_free_and_short_by() -> None:
