@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from xdsl.dialects import builtin
 from xdsl.dialects.builtin import (
     DYNAMIC_INDEX,
     I64,
     Float64Type,
     FloatAttr,
     IntegerAttr,
-    IntegerType,
     StringAttr,
     TensorType,
 )
@@ -27,10 +27,9 @@ from plait.ir.facts import Cost, Step
 from plait.ir.types import DTYPES, Tensor, is_dtype
 
 Float64 = NDArray[np.float64]
-I64Attr = IntegerAttr[IntegerType]
+I64Attr = IntegerAttr[I64]
 F64Attr = FloatAttr[Float64Type]
 
-_I64 = IntegerType(64)
 _F64 = Float64Type()
 _DTYPES = ", ".join(map(str, DTYPES.values()))
 
@@ -39,7 +38,7 @@ FORMAT = "operands attr-dict `:` functional-type(operands, results)"
 
 
 def i64(value: int) -> I64Attr:
-    return IntegerAttr(value, _I64)
+    return IntegerAttr(value, builtin.i64)
 
 
 def f64(value: float) -> F64Attr:
@@ -82,7 +81,7 @@ class PlaitOp(IRDLOperation):
 
     irdl_options: tuple[IRDLOption, ...] = (ParsePropInAttrDict(),)
 
-    block = opt_prop_def(IntegerAttr[I64])
+    block = opt_prop_def(I64Attr)
 
     #: One line for the docs: what the op computes.
     FORMULA: ClassVar[str] = ""

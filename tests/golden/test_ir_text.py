@@ -76,6 +76,7 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ("KV of integers", ONE, r"2x4xf32, window", "2x4xi32, window"),
     ("KV of another dtype", ONE, r"2x4xf32, window", "2x4xbf16, window"),
     ("heads do not divide", ONE, r"heads = 4", "heads = 3"),
+    ("heads in i32", ONE, r"heads = 4 : i64", "heads = 4 : i32"),
     ("no heads", ONE, r"heads = 4", "heads = 0"),
     ("too many heads", ONE, r"heads = 4", "heads = 8"),
     ("k too wide", ONE, r"!plait\.kv<2x4", "!plait.kv<1x4"),

@@ -1,0 +1,230 @@
+"""Costs against counting: every pair, every key, every byte, every multiplication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xdsl.dialects.builtin import DYNAMIC_INDEX, TensorType
+from xdsl.ir import SSAValue
+
+from plait.ir import Builder, Cost, Rope, Step, ops
+from plait.ir.facts import visible_pairs
+from plait.ir.ops import OPS, AttentionOp, EmbedOp, LogitsOp, PlaitOp, WeightOp
+from plait.ir.passes import SLICE_PIPELINE, run_passes
+from plait.ir.types import dtype_name
+from tests.ir_models import Shape, build
+from tests.props.ir_strategies import shapes
+
+WINDOWS = st.none() | st.integers(1, 40)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    queries = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    kv = tuple(query + draw(st.integers(0, 12)) for query in queries)
+    return Step(tuple(queries), kv, draw(st.integers(0, sum(queries))))
+
+
+def mask(query_len: int, kv_len: int, window: int | None) -> np.ndarray:
+    """[query, key]: whether the query sees the key."""
+    i = np.arange(kv_len - query_len, kv_len)[:, None]
+    j = np.arange(kv_len)[None, :]
+    return (j <= i) & (i - j < (kv_len + 1 if window is None else window))
+
+
+@given(st.integers(1, 40), st.integers(0, 40), WINDOWS)
+def test_visible_pairs_is_the_sum_of_the_mask(query_len: int, before: int, window: int | None) -> None:
+    kv_len = query_len + before
+    assert visible_pairs(query_len, kv_len, window) == mask(query_len, kv_len, window).sum()
+
+
+class Tally:
+    """A number that counts what is done to it."""
+
+    count = 0
+
+    def _operate(self, *_: Any) -> Tally:
+        Tally.count += 1
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _operate
+    exp = tanh = sqrt = maximum = _operate
+
+
+def counted(work: Callable[[], object]) -> int:
+    Tally.count = 0
+    work()
+    return Tally.count
+
+
+def tallies(*shape: int) -> Any:
+    return np.frompyfunc(lambda _: Tally(), 1, 1)(np.empty(shape, object))
+
+
+def dot(a: Any, b: Any, start: Any = 0.0) -> Any:
+    for x, y in zip(a, b, strict=True):
+        start = start + x * y
+    return start
+
+
+def only(build_op: Callable[[Builder], SSAValue], cls: str) -> PlaitOp:
+    b = Builder("m", "float32")
+    b.block = 0
+    return next(op for op in ops(b.finish({"y": build_op(b)})) if op.name == f"plait.{cls}")
+
+
+T, H, N = 5, 6, 4
+STEP = Step((2, 3), (2, 7), 2)
+
+
+def test_flops_of_a_linear() -> None:
+    x, w = tallies(T, H), tallies(N, H)
+    bias = tallies(N)
+    plain = only(lambda b: b.linear(b.embed("t", 9, H), "w", N), "linear").cost(STEP).flops
+    assert plain == 2 * T * H * N == counted(lambda: [dot(row, column) for row in x for column in w])
+    biased = only(lambda b: b.linear(b.embed("t", 9, H), "w", N, "b"), "linear").cost(STEP).flops
+    assert biased == counted(lambda: [dot(row, w[n]) + bias[n] for row in x for n in range(N)])
+
+
+def test_flops_of_the_logits_are_those_of_the_rows_asked_for() -> None:
+    x, w = tallies(STEP.logit_rows, H), tallies(N, H)
+    flops = only(lambda b: b.logits(b.embed("t", 9, H), "w", N), "logits").cost(STEP).flops
+    assert flops == counted(lambda: [dot(row, column) for row in x for column in w])
+
+
+def test_flops_of_the_elementwise_ops() -> None:
+    x, y = tallies(T, H).ravel(), tallies(T, H).ravel()
+    add = only(lambda b: b.add(v := b.embed("t", 9, H), v), "add").cost(STEP).flops
+    assert add == counted(lambda: [a + b for a, b in zip(x, y, strict=True)])
+    silu = only(lambda b: b.silu_mul(v := b.embed("t", 9, H), v), "silu_mul").cost(STEP).flops
+    assert silu == counted(lambda: [a / (1.0 + (-a).exp()) * b for a, b in zip(x, y, strict=True)])
+
+
+def test_flops_of_a_rope() -> None:
+    """Tables of cosines and sines are made once per position, for all heads and blocks: not counted."""
+    a, b, cos, sin = (tallies(T * H // 2) for _ in range(4))
+    flops = only(lambda m: m.rope(m.embed("t", 9, H), H, Rope(10.0)), "rope").cost(STEP).flops
+    assert flops == counted(lambda: [(p * c - q * s, q * c + p * s) for p, q, c, s in zip(a, b, cos, sin, strict=True)])
+
+
+def test_flops_of_a_norm_but_for_three_per_row() -> None:
+    x, w = tallies(T, H), tallies(H)
+
+    def norm(row: Any) -> Any:
+        root = (dot(row, row) / 6.0 + 1e-5).sqrt()
+        inverse = 1.0 / root
+        return [value * inverse * scale for value, scale in zip(row, w, strict=True)]
+
+    flops = only(lambda b: b.rms_norm(b.embed("t", 9, H), "w", 1e-5), "rms_norm").cost(STEP).flops
+    assert flops == counted(lambda: [norm(row) for row in x]) - 4 * T  # mean, eps, root, inverse
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_flops_of_attention_but_for_the_last_division(window: int | None, softcap: float | None) -> None:
+    heads, d = 2, 4
+
+    def attend(query_len: int, kv_len: int) -> None:
+        q, k, v = tallies(query_len, d), tallies(kv_len, d), tallies(kv_len, d)
+        for i, row in enumerate(mask(query_len, kv_len, window)):
+            scores = [dot(q[i], k[j]) * 0.5 for j in np.flatnonzero(row)]
+            if softcap is not None:
+                scores = [(score / softcap).tanh() * softcap for score in scores]
+            for score in scores:
+                score.maximum(score)
+            weights = [(score - score).exp() for score in scores]
+            total = 0.0
+            for weight in weights:
+                total = total + weight
+            for c in range(d):
+                dot(weights, v[np.flatnonzero(row), c])
+
+    def work() -> None:
+        for query_len, kv_len in zip(STEP.query_lens, STEP.kv_lens, strict=True):
+            for _ in range(heads):
+                attend(query_len, kv_len)
+
+    def made(b: Builder) -> SSAValue:
+        q, k = b.embed("q", 9, heads * d), b.embed("k", 9, d)
+        return b.attention(q, k, k, heads=heads, kv_heads=1, head_dim=d, scale=0.5, window=window, softcap=softcap)
+
+    assert only(made, "attention").cost(STEP).flops == counted(work)
+
+
+@given(steps(), WINDOWS)
+def test_kv_bytes_are_those_of_the_keys_somebody_sees(step: Step, window: int | None) -> None:
+    """K and V of every visible key are read once, those of every new token written once."""
+
+    def made(b: Builder) -> SSAValue:
+        q, k = b.embed("q", 9, 8), b.embed("k", 9, 4)
+        return b.attention(q, k, k, heads=2, kv_heads=1, head_dim=4, scale=0.5, window=window)
+
+    read = sum(
+        int(mask(query, kv, window).any(axis=0).sum()) for query, kv in zip(step.query_lens, step.kv_lens, strict=True)
+    )
+    row = np.zeros((2, 1, 4), np.float32).nbytes
+    assert only(made, "attention").cost(step).kv_bytes == (read + step.tokens) * row
+
+
+ITEM = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def size(value: SSAValue, rows: int) -> int:
+    """Bytes of the array that the value is, with `rows` in place of its tokens."""
+    kind = value.type
+    assert isinstance(kind, TensorType)
+    shape = [rows if dim == DYNAMIC_INDEX else dim for dim in kind.get_shape()]
+    return int(np.zeros(shape, ITEM[dtype_name(kind.element_type)]).nbytes)
+
+
+@given(shapes(max_blocks=2), steps(), st.booleans())
+def test_bytes_are_the_sizes_of_the_arrays(shape: Shape, step: Step, fuse: bool) -> None:
+    """Every tensor that goes in or out of an op once; a weight apart from an activation."""
+    module = build(shape)
+    if fuse:
+        run_passes(module, SLICE_PIPELINE)
+    for op in ops(module):
+        cost = op.cost(step)
+        tensors = [value for value in op.operands if isinstance(value.type, TensorType)]
+        held = [value for value in tensors if isinstance(value.owner, WeightOp)]
+        moving = [value for value in tensors if value not in held]
+        if isinstance(op, WeightOp):
+            assert cost == Cost()
+        elif isinstance(op, EmbedOp):  # the rows it looks up, not the table
+            rows = size(op.result, step.tokens)
+            assert (cost.weight_bytes, cost.activation_bytes) == (rows, rows)
+        elif isinstance(op, LogitsOp):  # no table where nobody asks for logits
+            assert cost.weight_bytes == (size(op.weight, 0) if step.logit_rows else 0)
+            assert cost.activation_bytes == size(op.x, step.logit_rows) + size(op.result, step.logit_rows)
+        else:
+            assert cost.weight_bytes == sum(size(value, 0) for value in held)
+            assert cost.activation_bytes == sum(size(value, step.tokens) for value in (*moving, *op.results))
+        assert (cost.kv_bytes > 0) == isinstance(op, AttentionOp)
+        assert cost.bytes == cost.weight_bytes + cost.activation_bytes + cost.kv_bytes
+
+
+@given(shapes(max_blocks=2), steps())
+def test_fusing_adds_no_flops_and_saves_bytes(shape: Shape, step: Step) -> None:
+    plain, fused = build(shape), build(shape)
+    run_passes(fused, SLICE_PIPELINE)
+
+    def total(module: Any) -> Cost:
+        return sum((op.cost(step) for op in ops(module)), Cost())
+
+    before, after = total(plain), total(fused)
+    assert after.flops == before.flops
+    assert after.weight_bytes == before.weight_bytes
+    assert after.kv_bytes == before.kv_bytes
+    assert after.activation_bytes < before.activation_bytes
+
+
+def test_every_op_is_counted_above() -> None:
+    plain, fused = build(Shape(bias=True)), build(Shape(bias=True))
+    run_passes(fused, SLICE_PIPELINE)
+    assert {type(op) for module in (plain, fused) for op in ops(module)} == set(OPS)
