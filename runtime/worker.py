@@ -94,8 +94,7 @@ def _answer(frame: Frame, stage: Stage, last: bool, me: str) -> Frame:
 
 
 def _die_with(driver_pid: int) -> None:
-    """Have the kernel kill this process when the driver's thread that started it ends; leave Ctrl-C to the driver."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Have the kernel kill this process when the driver's thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != driver_pid:
         sys.exit("the driver ended before its worker started")

@@ -234,6 +234,6 @@ class WorkerChain:
     def _died(self, process: launch.Process) -> WorkerError:
         output = process.output()
         hint = ""
-        if "No module named" in output and "plait" in output:
+        if "No module named" in output and process.python != sys.executable:
             hint = f"install this version of plait for {process.python}"
         return WorkerError("worker-died", f"{process.label} {process.epitaph()}", why=output, hint=hint)
