@@ -15,8 +15,8 @@ from plait.partitioner.predict import Stage, busy_s, kind_index
 from plait.partitioner.problem import refused_units
 from plait.partitioner.search import Counts
 from plait.partitioner.tables import Tables
-from plait.partitioner.text import bytes_text, count_text, seconds_text
 from plait.spec import Cause, Device, IdleDevice, Plan
+from plait.words import bytes_text, count_text, seconds_text
 
 
 def explained(tables: Tables, stages: Sequence[Stage], plan: Plan, solution: Solution | None) -> Plan:

@@ -14,8 +14,8 @@ from plait.partitioner.predict import Stage
 from plait.partitioner.problem import Problem, nobody_holds
 from plait.partitioner.search import MAX_WORK, Mask, Space, Table
 from plait.partitioner.tables import Measure, Tables, allowed_slices, kinds_of
-from plait.partitioner.text import bytes_text
 from plait.spec import Device
+from plait.words import bytes_text
 
 #: Extra devices tried of each kind.
 _MORE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

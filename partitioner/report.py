@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.errors import FitError
-from plait.partitioner.text import bytes_text, count_text, seconds_text
 from plait.spec import Device, Estimate, Plan, PlannedSlice
+from plait.words import bytes_text, count_text, seconds_text
 
 COLUMNS = ("slice", "device", "layers", "weights", "KV", "prefill", "decode", "cause")
 FIT_COLUMNS = ("device", "blocks", "needed", "free", "short by")

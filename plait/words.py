@@ -17,6 +17,11 @@ def seconds_text(seconds: float) -> str:
     return _scaled(seconds, _SECONDS) or "0 s"
 
 
+def count_text(number: float) -> str:
+    """`1,234,560`; three digits below a thousand."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
 def rate_text(per_second: float, unit: str) -> str:
     """`3.35 TB/s`, `989 TFLOP/s`; `unit` is `B/s` or `FLOP/s`."""
     return _scaled(per_second, tuple((size, prefix + unit) for size, prefix in _RATES)) or f"{per_second:.3g} {unit}"

@@ -22,8 +22,8 @@ from plait.partitioner.report import (
 )
 from plait.partitioner.search import MAX_WORK, Space
 from plait.partitioner.tables import tables
-from plait.partitioner.text import bytes_text, count_text, seconds_text
 from plait.spec import Workload, parse_targets
+from plait.words import bytes_text, count_text, seconds_text
 from tests.planning import GB, cluster, device, llama, toy
 
 ONE = Workload("one", 1, 1, 1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -260,19 +261,25 @@ def test_closing_leaves_no_file_descriptor_and_no_file() -> None:
     assert names("/dev/shm") <= files
 
 
+SENDER = """
+import signal, socket, sys
+import numpy as np
+from plait.runtime.transport import Channel, Frame
+channel = Channel(socket.socket(fileno=int(sys.argv[1])), "parent")
+channel.send(Frame("step", tensors={"x": np.ones(int(sys.argv[2]), np.uint8)}))
+signal.pause()
+"""
+
+
 def test_a_killed_sender_leaves_no_file() -> None:
     files = names("/dev/shm")
     a, b = socket_pair()
-    pid = os.fork()
-    if pid == 0:
-        b.close()
-        Channel(a, "parent").send(Frame("step", tensors={"x": np.ones(LARGE, np.uint8)}))
-        signal.pause()
-    a.close()
-    with Channel(b, "child", timeout_s=5) as channel:
+    with a:
+        sender = subprocess.Popen([sys.executable, "-c", SENDER, str(a.fileno()), str(LARGE)], pass_fds=[a.fileno()])
+    with Channel(b, "child", timeout_s=20) as channel:
         frame = channel.recv()
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        sender.kill()
+        sender.wait()
         assert frame.tensors["x"].all()  # what came stays readable
         with pytest.raises(PeerGoneError, match="child ended"):
             channel.recv()
