@@ -116,13 +116,10 @@ class Engine:
     def _infos(self) -> list[SliceInfo]:
         """The counters of every slice, as they are now or, after the end, as they were at the start."""
         question = _Question()
-
-        def ask() -> None:
+        with self._lock:
+            if not self._order(self._chain.ask):
+                return self._chain.infos
             self._questions.append(question)
-            self._chain.ask()
-
-        if not self._order(ask):
-            return self._chain.infos
         if not question.answered.wait(self._timeout_s):
             raise WorkerError("peer-timeout", f"the slices did not tell their counters in {self._timeout_s:g} s")
         return question.infos or self._chain.infos
