@@ -61,7 +61,7 @@ class Engine:
             PlaitError: what ended the pipeline before.
         """
         self._scheduler.check_fits(sequence)
-        request = Request(lambda: self._order_cancel(sequence))
+        request = Request(lambda: self._order(lambda: self._cancel(sequence)))
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -105,21 +105,21 @@ class Engine:
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
 
-    def _order(self, order: Callable[[], None]) -> bool:
-        """Have the thread run `order`; False when it has ended."""
+    def _order(self, order: Callable[[], None]) -> None:
+        """Have the thread run `order`, unless it has ended."""
         with self._lock:
             if not self._ended:
                 self._orders.append(order)
                 self._chain.wake()
-            return not self._ended
 
     def _infos(self) -> list[SliceInfo]:
         """The counters of every slice, as they are now or, after the end, as they were at the start."""
         question = _Question()
         with self._lock:
-            if not self._order(self._chain.ask):
+            if self._ended:
                 return self._chain.infos
             self._questions.append(question)
+            self._order(self._chain.ask)
         if not question.answered.wait(self._timeout_s):
             raise WorkerError("peer-timeout", f"the slices did not tell their counters in {self._timeout_s:g} s")
         return question.infos or self._chain.infos
@@ -198,9 +198,6 @@ class Engine:
             self._requests[sequence.id]._push(token)
         for sequence in step.sequences:
             self._settle(sequence)
-
-    def _order_cancel(self, sequence: Sequence) -> None:
-        self._order(lambda: self._cancel(sequence))
 
     def _cancel(self, sequence: Sequence) -> None:
         self._scheduler.cancel(sequence)

@@ -191,6 +191,8 @@ def test_many_threads_may_ask(workers: Pipeline) -> None:
     answers: dict[int, list[int]] = {}
 
     def ask(i: int) -> None:
+        for _ in range(20):
+            assert len(workers.stats()["slices"]) == 3
         answers[i] = workers.generate_ids([[i, *PROMPT[:i]]], max_tokens=6)[0]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
