@@ -138,7 +138,7 @@ def _turn(rows: Rows = "last", **tokens: int) -> Turn:
 #: Prefill chunks and decode tokens mixed, sequences that join late and out of order, page edges and windows crossed.
 MIXED = (
     _turn(a=5, b=1),
-    _turn("all", b=1, a=1, c=17),
+    _turn("all", b=1, a=1, c=14),
     _turn("some", c=1, a=1, b=16),
     _turn("none", a=12),
     *(_turn(c=1, b=1, a=1) for _ in range(3)),
@@ -148,6 +148,7 @@ MIXED = (
 SCRIPTS: dict[str, Script] = {
     "pages16": Script(MIXED, 16),
     "pages4": Script(MIXED, 4),
+    "short": Script((_turn(a=13), _turn(a=1, b=5), _turn(a=1, b=1), _turn("all", b=1, a=1)), 4),
     "one": Script((_turn(a=1), _turn(a=1)), 16),
     "long": Script((_turn(a=257), _turn("all", a=1), _turn(a=2)), 16),
 }

@@ -38,13 +38,13 @@ class TorchBackend:
     def capability(self, target: str, module: ModuleOp | None = None) -> Capability:
         from plait.backends.kernels.torch_eager import LOWERING
 
-        arch = arch_of(self.name, target, self.archs)
+        arch, emulated = arch_of(self.name, target, self.archs), self._emulated()
         return Capability(
             backend=self.name,
             target=target,
             dtypes=self.dtypes,
-            runs_on=label(arch, self._emulated()),
-            emulated=self._emulated(),
+            runs_on=label(arch, emulated),
+            emulated=emulated,
             environment="torch",
             refused={} if module is None else LOWERING.refused(module),
         )

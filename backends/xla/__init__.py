@@ -55,7 +55,9 @@ class XlaBackend:
         arch = arch_of(self.name, target, ARCHS)
         for op in ops(module):
             LOWERING.emit(op)
-        shapes = [f"{sequences}x{queries}" for sequences, queries in grids(options.max_sequences, options.max_step_tokens)]
+        shapes = [
+            f"{sequences}x{queries}" for sequences, queries in grids(options.max_sequences, options.max_step_tokens)
+        ]
         return CompiledSlice(report={"lowering": "JAX, one program per shape", "arch": arch, "shapes": shapes})
 
     def load(self, folder: Path, device: str, options: LoadOptions) -> Executable:

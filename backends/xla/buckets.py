@@ -63,7 +63,9 @@ class Grid:
     logit_rows: NDArray[np.int32]
 
 
-def split(batch: Batch, windows: Mapping[str, int | None], pages: Mapping[str, int], page_tokens: int) -> Iterator[Grid]:
+def split(
+    batch: Batch, windows: Mapping[str, int | None], pages: Mapping[str, int], page_tokens: int
+) -> Iterator[Grid]:
     """The grids of a step.
 
     Args:
@@ -119,6 +121,4 @@ def _grid(
     place_of = np.full(batch.token_count, -1, np.int64)
     place_of[rows] = padded
     wanted = place_of[batch.logit_rows]
-    return Grid(
-        rows, padded, tokens, positions, kv_lens, slots, read, first, wanted[wanted >= 0].astype(np.int32)
-    )
+    return Grid(rows, padded, tokens, positions, kv_lens, slots, read, first, wanted[wanted >= 0].astype(np.int32))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from xdsl.ir import SSAValue
@@ -34,6 +35,9 @@ from plait.spec import kv_class
 
 if TYPE_CHECKING:
     from jax import Array
+
+#: The score of a key that is not seen. Finite, so that a padded query, which sees none, gives zeros and not NaN.
+_LOWEST = -3e38
 
 #: Kinds of rotary tables that `plait.ir.rope` computes for us.
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -144,13 +148,11 @@ def _linear(op: LinearOp) -> Trace:
 
 @LOWERING.emits(LinearsOp)
 def _linears(op: LinearsOp) -> Trace:
-    import itertools
-
     names, biases = [weight_name(op, w) for w in op.weights], [weight_name(op, b) for b in op.biases]
     operand_dtype(op, op.x)
     product, keys = _product(names, biases)
     widths = [kind.get_shape()[1] for kind in op.products.types]
-    edges = list(itertools.accumulate(widths))[:-1]
+    edges = list(accumulate(widths))[:-1]
 
     def trace(run: Run, x: Array) -> Sequence[Array]:
         import jax.numpy as jnp
@@ -222,8 +224,7 @@ def _attention(op: AttentionOp) -> Trace:
         )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        # Finite, so that a padded query, which sees nothing, gives zeros and not NaN.
-        scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        scores = jnp.where(visible[:, None, None], scores, _LOWEST)
         weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
         out = jnp.einsum("bngql,blnd->bqngd", weights, values, precision="highest", preferred_element_type="float32")
         return out.reshape(q.shape).astype(q.dtype)

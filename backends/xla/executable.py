@@ -23,7 +23,7 @@ from plait.ir.module import boundary, ops
 from plait.ir.ops import LogitsOp, WeightOp
 from plait.ir.rope import angles
 from plait.ir.types import dtype_name
-from plait.spec import KVLayout, kv_class
+from plait.spec import Boundary, KVLayout, kv_class
 
 Pages = list[tuple[jax.Array, jax.Array]]
 
@@ -60,10 +60,7 @@ class XlaSlice:
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
         rows = {True: len(batch.logit_rows), False: batch.token_count}
-        out = {
-            kind.name: np.empty((rows[is_logits], *kind.shape[1:]), DTYPES[kind.dtype])  # type: ignore[arg-type]
-            for kind, is_logits in self._outputs
-        }
+        out = {kind.name: _empty(kind, rows[is_logits]) for kind, is_logits in self._outputs}
         for grid in split(batch, self._windows, self._pages, self._page_tokens):
             self._step(grid, batch, inputs, out)
         self._steps += 1
@@ -95,7 +92,6 @@ class XlaSlice:
 
     def close(self) -> None:
         self._weights, self._kv = {}, []
-        self._run.clear_cache()
 
     def _step(self, grid: Grid, batch: Batch, inputs: Mapping[str, Array], out: dict[str, Array]) -> None:
         """Run one grid and put its rows where they belong."""
@@ -118,7 +114,12 @@ class XlaSlice:
         }
         tables = [_table(table, grid.positions) for table in self._tables]
         results, self._kv = self._run(
-            self._weights, given, facts, tables, wanted if self._has_logits else None, kv=self._kv,
+            self._weights,
+            given,
+            facts,
+            tables,
+            wanted if self._has_logits else None,
+            kv=self._kv,
             every_row=every_row and self._has_logits,
         )
         chosen = np.searchsorted(batch.logit_rows, grid.rows[np.isin(grid.padded, grid.logit_rows)])
@@ -182,6 +183,12 @@ class XlaSlice:
         dtype = np.float32 if self._wide else DTYPES[layout.dtype]
         k, v = (jnp.zeros((slots, layout.kv_heads, layout.head_dim), dtype) for _ in range(2))
         return k, v
+
+
+def _empty(kind: Boundary, rows: int) -> Array:
+    width = kind.shape[1]
+    assert width is not None
+    return np.empty((rows, width), DTYPES[kind.dtype])
 
 
 def _table(table: RopeTable, positions: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
