@@ -1,0 +1,110 @@
+"""The suite itself: a backend that drops or bends one attribute must fail it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plait.backends.base import Backend, CompiledSlice, CompileOptions, Executable, LoadOptions
+from plait.backends.conformance import cases, run_case
+from plait.backends.cpu import BACKEND as CPU
+from plait.backends.kernels import attention, step
+
+CASES = {case.name: case for case in cases(("float32",))}
+
+
+@dataclass
+class Bent:
+    """The cpu backend, but what it loads was edited: it overlooks something."""
+
+    edit: Callable[[str], str]
+    name: str = "bent"
+
+    def capability(self, target: str, module: Any = None) -> Any:
+        return CPU.capability(target, module)
+
+    def supports(self, op: Any, target: str) -> Any:
+        return CPU.supports(op, target)
+
+    def compile(self, module: Any, target: str, options: CompileOptions) -> CompiledSlice:
+        return CPU.compile(module, target, options)
+
+    def load(self, folder: Path, device: str, options: LoadOptions) -> Executable:
+        file = folder / "slice.mlir"
+        text = file.read_text()
+        bent = self.edit(text)
+        assert bent != text, "the edit changed nothing"
+        file.write_text(bent)
+        return CPU.load(folder, device, options)
+
+
+def _set(attribute: str, value: str) -> Callable[[str], str]:
+    return lambda text: re.sub(rf"\b{attribute} = [-+.e\d]+ : f64", f"{attribute} = {value} : f64", text)
+
+
+def _drop(attribute: str) -> Callable[[str], str]:
+    return lambda text: re.sub(rf"(, )?\b{attribute} = [-+.e\d]+ : f64", "", text)
+
+
+@pytest.mark.parametrize(
+    ("edit", "case"),
+    [
+        (_drop("softcap"), "attention-softcap-pages4"),
+        (_drop("softcap"), "attention-window-softcap-pages4"),
+        (_set("scale", "2.500000e-01"), "attention-scale-pages4"),
+        (_set("eps", "1.000000e-05"), "op-rms_norm-eps"),
+        (_set("theta", "1.000100e+04"), "op-rope-linear"),
+        (_set("factor", "7.900000e+00"), "op-rope-llama3"),
+        (_set("high_freq_factor", "3.900000e+00"), "model-window-and-full"),
+    ],
+)
+def test_a_dropped_attribute_fails(edit: Callable[[str], str], case: str, tmp_path: Path) -> None:
+    bent = Bent(edit)
+    assert isinstance(bent, Backend)
+    with pytest.raises(AssertionError, match="is off by"):
+        run_case(CASES[case], bent, "cpu", tmp_path)
+
+
+@pytest.mark.parametrize("case", ["attention-window8-pages4", "attention-window1-pages4", "model-window-and-full"])
+@pytest.mark.parametrize("method", ["_decodes", "_chunks"])
+def test_a_window_of_one_key_more_fails(
+    method: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(step.Step, method)
+
+    def wider(self: step.Step, table: Any, lens: Any, window: int | None, dtype: Any) -> Any:
+        return original(self, table, lens, None if window is None else window + 1, dtype)
+
+    monkeypatch.setattr(step.Step, method, wider)
+    with pytest.raises(AssertionError, match="is off by"):
+        run_case(CASES[case], CPU, "cpu", tmp_path)
+
+
+def test_pages_that_are_not_wiped_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = attention.Cache.append
+
+    def append(self: attention.Cache, plan: step.Plan, k: Any, v: Any) -> None:
+        original(self, step.Plan(plan.slots, None, plan.parts), k, v)
+
+    monkeypatch.setattr(attention.Cache, "append", append)
+    with pytest.raises(AssertionError, match="NaN"):
+        run_case(CASES["pages-hold-what-others-left"], CPU, "cpu", tmp_path)
+
+
+def test_slices_that_round_differently_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from plait.backends.kernels.torch_slice import TorchSlice
+
+    original = TorchSlice.step
+
+    def rounded(self: TorchSlice, batch: Any, inputs: Any) -> Any:
+        return original(self, batch, {name: np.float32(x.astype(np.float16)) for name, x in inputs.items()})
+
+    monkeypatch.setattr(TorchSlice, "step", rounded)
+    with pytest.raises(AssertionError, match="slices give other logits"):
+        run_case(CASES["slices-equal"], CPU, "cpu", tmp_path)
