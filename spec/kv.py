@@ -35,6 +35,7 @@ def ring_pages(window: int, page_tokens: int, max_step_tokens: int) -> int:
     """Pages one sequence needs in a window class: the window before the first new token plus the tokens of one step.
 
     A step writes its up to `max_step_tokens` tokens before any of them attends, so the keys of
-    `window - 1 + max_step_tokens` consecutive positions must be alive at once; they may straddle one page more.
+    `window - 1 + max_step_tokens` consecutive positions must be alive at once. Position p lies in slot
+    `p % (pages * page_tokens)` of the ring, so that many slots suffice wherever the run begins.
     """
-    return -(-(window - 1 + max_step_tokens) // page_tokens) + 1
+    return -(-(window - 1 + max_step_tokens) // page_tokens)

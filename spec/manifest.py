@@ -42,6 +42,7 @@ class Manifest:
 
     Attributes:
         files: sha256 of every file of the artifact but this one, by relative path.
+        weight_root: folder that the weight files of `weights.json` are relative to; relative itself to the artifact.
         weights: by path of a checkpoint file, its size in bytes and the sha256 of its header (safetensors header or
             GGUF metadata).
         max_kv_tokens: KV tokens the plan has memory for (rounded to pages), over all requests in flight.
@@ -62,6 +63,7 @@ class Manifest:
     module_digest: str
     slices: tuple[ManifestSlice, ...]
     files: dict[str, str] = field(default_factory=dict)
+    weight_root: str = "."
     weights: dict[str, tuple[int, str]] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -254,7 +254,7 @@ def test_kv_of_a_stage_is_that_of_its_own_layers() -> None:
     plan = solve(Problem(model, cluster(*nodes), work, "capacity", max_step_tokens=8))
     memory = {s.blocks: s.memory.kv_bytes for s in plan.slices if s.memory}
     per_token = 2 * 4 * 4 * 4
-    ring = (-(-(16 - 1 + 8) // 16) + 1) * 16
+    ring = -(-(16 - 1 + 8) // 16) * 16
     for (start, end), kv in memory.items():
         full = sum(window is None for window in windows[start:end])
         assert kv == 2 * per_token * (full * 1600 + (end - start - full) * ring)
