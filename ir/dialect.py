@@ -43,13 +43,15 @@ def print_module(module: ModuleOp) -> str:
 def parse_module(text: str, name: str = "<text>") -> ModuleOp:
     """Read and verify MLIR text. Raises VerifyError with the place of the fault."""
     _check_literals(text, name)
-    parser = Parser(context(), text, name)
+    parser = None
     try:
+        parser = Parser(context(), text, name)  # reads the first token
         module = parser.parse_module()
     except ParseError as err:
         raise VerifyError("ir-parse", f"{name} is not a plait module", why=str(err).strip()) from err
     except Exception as err:  # a type or an attribute that does not know where it stands; an overflow, a deep nesting
-        raise _parse_error(text, name, len(text[: parser.pos].rstrip()), _one_line(err)) from err
+        place = 0 if parser is None else len(text[: parser.pos].rstrip())
+        raise _parse_error(text, name, place, _one_line(err)) from err
     verify(module)
     return module
 

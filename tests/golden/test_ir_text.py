@@ -191,6 +191,7 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ("a slice attribute of nonsense", CUT, r"1:3 of 3", "3:1 of 3"),
     ("a slice attribute that is no text", CUT, r'"1:3 of 3"', "5"),
     ("an unknown op", ONE, r"plait\.add", "plait.addd"),
+    ("no text", ONE, r"(?s).*", "\x08"),
     ("broken text", ONE, r"\{eps", "{{eps"),
     ("a quote that does not close", ONE, r'norm\.weight"', "norm.weight"),
     ("an unknown escape", ONE, r'norm\.weight"', r'norm\\weight"'),
