@@ -1,0 +1,130 @@
+"""Slices in torch: what conformance does not ask."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.backends.conformance.script import Script, Turn
+from plait.backends.cpu import BACKEND as CPU
+from plait.backends.cuda import BACKEND as CUDA
+from plait.backends.kernels.arrays import to_numpy, to_torch
+from plait.backends.kernels.matmul import product
+from plait.backends.kernels.step import _bucket
+from plait.errors import CheckpointError
+from plait.ir import read_module
+from plait.spec import Capability
+from tests.host.backend_bench import load
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "outs"), [(64, 96), (576, 192), (1536, 576), (33, 7)])
+def test_rows_of_a_product_do_not_depend_on_their_number(dtype: torch.dtype, inner: int, outs: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, inner).to(dtype), torch.randn(outs, inner).to(dtype)
+    packed, shared = product(weight, None), product(weight, None, shared=True)
+    want = packed(x)
+    for rows in (1, 2, 3, 5, 8, 17):
+        assert torch.equal(packed(x[:rows]), want[:rows]), rows
+        assert torch.equal(shared(x[:rows]), want[:rows]), rows
+    assert packed(x[:0]).shape == (0, outs)
+    torch.testing.assert_close(want.double(), x.double() @ weight.double().T, rtol=0.02, atol=0.3)
+
+
+def test_a_request_gets_the_same_bits_alone_and_in_a_batch(tmp_path: Path) -> None:
+    """Five requests of different lengths decode together; then each of them alone."""
+    lengths = {0: 5, 1: 33, 2: 9, 3: 70, 4: 12}
+    together = Script((*(Turn({s: n}) for s, n in lengths.items()), *(Turn(dict.fromkeys(lengths, 1)),) * 6), 4)
+    executable, player = load(CPU, "cpu", tmp_path / "together", together)
+    with closing(executable):
+        steps = [executable.step(player.batches(turn)[0], {})["logits"] for turn in together.turns]
+    for s, length in lengths.items():
+        alone = Script((Turn({s: length}), *(Turn({s: 1}),) * 6), 4)
+        # The longest sequence decides how many token ids a script draws.
+        executable, player = load(CPU, "cpu", tmp_path / f"alone{s}", alone)
+        player._ids[s] = _ids(together)[s][: alone.longest]
+        with closing(executable):
+            logits = [executable.step(player.batches(turn)[0], {})["logits"][0] for turn in alone.turns]
+        assert np.array_equal(logits[0], steps[s][0]), f"prefill of {s}"
+        for index, row in enumerate(logits[1:]):
+            assert np.array_equal(row, steps[5 + index][s]), f"token {index} of {s}"
+
+
+def _ids(script: Script) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    from plait.backends.conformance.script import Player
+
+    return Player(script, {}, 61)._ids
+
+
+@given(st.integers(1, 100_000))
+def test_buckets_hold_their_pages_and_waste_at_most_half(pages: int) -> None:
+    size = _bucket(pages)
+    assert pages <= size
+    assert size <= pages * 1.5 or size == pages + 1
+    assert _bucket(size) == size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_arrays_go_there_and_back(dtype: str) -> None:
+    from plait.backends.weights import DTYPES
+
+    array = np.arange(6).reshape(2, 3).astype(DTYPES[dtype])
+    array.flags.writeable = False  # as a frame from another process is
+    there = to_torch(array)
+    there += 1
+    assert array[0, 0] == 0
+    back = to_numpy(there)
+    assert back.dtype == array.dtype
+    assert back.tolist() == (np.arange(6).reshape(2, 3) + 1).tolist()
+
+
+def test_stats_count_what_is_held(tmp_path: Path) -> None:
+    script = Script((Turn({0: 5}),), 4)
+    executable, player = load(CPU, "cpu", tmp_path, script)
+    module = read_module(tmp_path / "slice" / "slice.mlir")
+    from plait.backends.weights import read_weights_json
+
+    refs = read_weights_json(tmp_path / "slice" / "weights.json").values()
+    with closing(executable):
+        executable.step(player.batches(script.turns[0])[0], {})
+        stats = executable.stats()
+        assert stats["weight_bytes"] == sum(ref.nbytes for ref in refs)
+        windows = {layout.window for layout in executable.kv_layouts}
+        assert windows == {8, 20, None}
+        expected = sum(
+            2 * 4 * player.pages["full" if x.window is None else f"window{x.window}"] * 4 * x.kv_heads * x.head_dim
+            for x in executable.kv_layouts
+        )
+        assert stats["kv_bytes"] == expected
+        assert stats["steps"] == 1
+    assert module.attributes["plait.model"]
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    script = Script((Turn({0: 5}),), 4)
+    load(CPU, "cpu", tmp_path, script)[0].close()
+    file = tmp_path / "slice" / "weights.json"
+    from plait.backends.base import LoadOptions
+
+    whole = file.read_text()
+    options = LoadOptions({"full": 8, "window8": 8, "window20": 8}, 4, weight_root=tmp_path / "slice")
+    file.write_text(whole.replace("48", "47", 1))
+    with pytest.raises(CheckpointError, match="47"):
+        CPU.load(tmp_path / "slice", "cpu", options)
+
+
+def test_a_real_device_is_not_called_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capability(cuda: str | None, hip: str | None) -> Capability:
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        return CUDA.capability("cuda:sm_90a")
+
+    assert capability("12.8", None).runs_on == "sm_90a"
+    assert capability(None, "6.4").runs_on == "sm_90a (emulated on host)"

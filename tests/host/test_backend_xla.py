@@ -1,0 +1,77 @@
+"""Slices in JAX: shapes, compiles, and names."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.backends.base import CompileOptions
+from plait.backends.conformance.models import MODELS
+from plait.backends.conformance.script import Script, Turn
+from plait.backends.xla import BACKEND
+from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, bucket, grids
+from tests.host.backend_bench import load
+
+TARGET = "xla:tpu-v5e"
+
+
+def test_repeated_shapes_compile_nothing(tmp_path: Path) -> None:
+    """Prompts of 2 to 16 tokens share a program, and so do one to eight sequences that decode."""
+    first = (Turn({0: 3}), Turn({0: 1}), Turn({1: 16}), Turn({0: 1, 1: 1}))
+    again = (Turn({2: 2}), Turn({3: 9}), Turn({2: 1}), Turn(dict.fromkeys(range(4), 1)), Turn({0: 1, 3: 1, 1: 1}))
+    script = Script((*first, *again), 4)
+    executable, player = load(BACKEND, TARGET, tmp_path, script)
+    with closing(executable):
+        for turn in first:
+            executable.step(player.batches(turn)[0], {})
+        compiled = executable.stats()["compiled_shapes"]
+        assert compiled == 3  # a chunk of up to 16, one sequence, up to eight
+        for turn in again:
+            executable.step(player.batches(turn)[0], {})
+        assert executable.stats()["compiled_shapes"] == compiled
+        assert executable.stats()["steps"] == len(first) + len(again)
+
+
+def test_a_request_gets_the_same_values_whoever_decodes_beside_it(tmp_path: Path) -> None:
+    """Padded rows and other sequences change nothing: same program, other company."""
+    script = Script((Turn({0: 6}), Turn({1: 9}), Turn({2: 4}), Turn({0: 1, 1: 1, 2: 1})), 4)
+    found = []
+    for name, company in (("three", {0: 1, 1: 1, 2: 1}), ("two", {0: 1, 1: 1})):
+        executable, player = load(BACKEND, TARGET, tmp_path / name, script, MODELS["gqa"])
+        with closing(executable):
+            for turn in script.turns[:3]:
+                executable.step(player.batches(turn)[0], {})
+            found.append(executable.step(player.batches(Turn(company))[0], {})["logits"][:2])
+    assert np.array_equal(*found)
+
+
+@given(st.integers(1, 10**6), st.sampled_from([SEQUENCES, QUERIES, KEYS]))
+def test_a_bucket_holds_its_count(count: int, sizes: tuple[int, ...]) -> None:
+    size = bucket(count, sizes)
+    assert size >= count
+    assert size in sizes or (size > sizes[-1] and size < 4 * count)
+    assert bucket(size, sizes) == size
+
+
+def test_the_report_names_every_shape() -> None:
+    module = MODELS["gqa"]("float32")
+    report = BACKEND.compile(module, TARGET, CompileOptions(max_step_tokens=100, max_sequences=8)).report
+    assert report["shapes"] == ["1x1", "8x1", "1x16", "1x128"]
+    assert len(grids(64, 512)) == len(SEQUENCES) + len(QUERIES)
+
+
+@pytest.mark.parametrize("device", ["v5e", "v6e"])
+def test_it_says_where_it_runs(device: str, tmp_path: Path) -> None:
+    from plait.backends.xla.platform import emulated
+
+    script = Script((Turn({0: 3}),), 4)
+    executable, _ = load(BACKEND, f"xla:{device.replace('v', 'tpu-v')}", tmp_path, script)
+    executable.close()
+    executable.close()
+    expected = "tpu-" + device
+    assert executable.runs_on == (f"{expected} (emulated on host)" if emulated() else expected)
