@@ -99,13 +99,13 @@ def _measure(engines: dict[str, Run], batch: int, args: argparse.Namespace) -> l
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for name, run in engines.items():
         run(prompts, 2)  # warm: caches, compiled shapes
-        sys.stderr.write(f"\rbatch {batch}: warm {name:20}")
+        _progress(f"batch {batch}: warm {name}")
     for number in range(args.rounds):
         for name, run in engines.items():
-            sys.stderr.write(f"\rbatch {batch}: round {number + 1} of {args.rounds}, {name:20}")
+            _progress(f"batch {batch}: round {number + 1} of {args.rounds}, {name}")
             prefill = _seconds(run, prompts, 1)
             times[name].append((prefill, _seconds(run, prompts, args.new + 1) - prefill))
-    sys.stderr.write("\r" + " " * 60 + "\r")
+    _progress("")
     base = times["one process"]
     return [
         {
@@ -118,6 +118,12 @@ def _measure(engines: dict[str, Run], batch: int, args: argparse.Namespace) -> l
         }
         for name, measured in times.items()
     ]
+
+
+def _progress(text: str) -> None:
+    """One line that overwrites itself; silent without a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text:60}\r")
 
 
 def _seconds(run: Run, prompts: list[list[int]], new: int) -> float:
@@ -147,7 +153,9 @@ def _print(rows: list[dict[str, Any]], hops: dict[str, Any], args: argparse.Name
             f"{row['engine']:14} {row['batch']:5} {row['prefill_tokens_per_s']:14.1f} "
             f"{row['decode_tokens_per_s']:13.1f} {row['decode_ratio']:7.3f} {row['decode_ratio_worst']:7.3f}"
         )
-    print("hops:", json.dumps(hops))
+    for name, boundaries in hops.items():
+        for index, seconds in boundaries.items():
+            print(f"{name}: hop into slice {index} {seconds * 1e6:.0f} us per step")
 
 
 if __name__ == "__main__":

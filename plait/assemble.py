@@ -97,7 +97,8 @@ def _cut(planned: Planned, dump_ir: Path | None) -> list[_Cut]:
     devices = {device.id: device for device in plan.cluster.devices}
     modules = slice_modules(planned.module, [item.blocks for item in plan.slices])
     assert planned.checkpoint.weights is not None
-    cover(modules, set(weights(planned.module)))
+    lost = cover(modules, weights(planned.module).keys()).unused
+    assert not lost, f"in no slice: {lost}"
     cuts = []
     for index, (item, module) in enumerate(zip(plan.slices, modules, strict=True)):
         device = devices[item.devices[0]]
