@@ -41,8 +41,8 @@ class Plan:
 
     Attributes:
         slots: [T] places of the new tokens, page * page_tokens + slot.
-        fresh: pages that get their first token: what an earlier owner left there is wiped, since a masked key may
-            still be infinite and 0 * inf is not 0. None where there is none.
+        fresh: pages that get their first token of this sequence: what an earlier owner left there is wiped, since a
+            masked key may still be infinite and 0 * inf is not 0. None where there is none.
     """
 
     slots: Tensor
@@ -86,7 +86,11 @@ class Step:
         owner = np.repeat(np.arange(batch.sequence_count), lens)
         page, slot = table[owner, batch.positions // page_tokens], batch.positions % page_tokens
         assert (page >= 0).all(), "a token has no page"
-        fresh = page[slot == 0]
+        starts = np.flatnonzero(slot == 0)
+        if window is not None:  # in a ring a page comes back to its sequence, with keys that are still in the window
+            earlier = (table[owner[i], : batch.positions[i] // page_tokens] for i in starts)
+            starts = starts[[page[i] not in before for i, before in zip(starts, earlier, strict=True)]]
+        fresh = page[starts]
         return Plan(
             slots=self._long(page * page_tokens + slot),
             fresh=self._long(fresh) if len(fresh) else None,

@@ -78,10 +78,17 @@ def _embed(op: EmbedOp) -> Bind:
     return bind
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32, rounded once."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+def _norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight in float32, rounded once."""
+    scale, floor, part = weight.float(), torch.tensor(eps, device=weight.device), 1 / len(weight)
+
+    def run(x: Tensor) -> Tensor:
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, 2, -1, True)  # the fewest passes over x
+        mean = torch.addcmul(floor, length, length, value=part)
+        return torch.mul(wide, mean.rsqrt_()).mul_(scale).to(x.dtype)
+
+    return run
 
 
 @LOWERING.emits(RmsNormOp, "eps")
@@ -90,8 +97,8 @@ def _rms_norm(op: RmsNormOp) -> Bind:
     dtype = operand_dtype(op, op.x)
 
     def bind(where: Slice) -> Kernel:
-        weight = where.weight(name, dtype).float()
-        return lambda step, x: _norm(x, weight, eps)
+        norm = _norm(where.weight(name, dtype), eps)
+        return lambda step, x: norm(x)
 
     return bind
 
@@ -102,11 +109,11 @@ def _add_rms_norm(op: AddRmsNormOp) -> Bind:
     dtype = operand_dtype(op, op.x)
 
     def bind(where: Slice) -> Kernel:
-        weight = where.weight(name, dtype).float()
+        norm = _norm(where.weight(name, dtype), eps)
 
         def run(step: Step, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             total = x + y
-            return total, _norm(total, weight, eps)
+            return total, norm(total)
 
         return run
 
