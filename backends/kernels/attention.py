@@ -10,6 +10,10 @@ from torch import Tensor
 from plait.backends.kernels.step import Part, Plan, Step
 
 
+_EVEN_ROWS = 4
+"""MKL adds up fewer than four rows, and those left over, in an order that depends on where they lie in memory."""
+
+
 class Cache:
     """K and V pages of one layer: `pages` is (2, page, token, kv_head, head_dim)."""
 
@@ -67,8 +71,10 @@ class Attention:
         if rows == part.sequences and part.pages is not None:
             # One token each: the heads of a group are the queries, and K and V are read once for all of them.
             queries = q.view(rows, self.kv_heads, groups, self.head_dim)
+            if q.device.type == "cpu" and groups % _EVEN_ROWS:
+                queries = torch.nn.functional.pad(queries, (0, 0, 0, -groups % _EVEN_ROWS))
             out = self._attend(queries, k.transpose(1, 2), v.transpose(1, 2), part.mask)
-            return out.reshape(rows, -1)
+            return out[:, :, :groups].reshape(rows, -1)
         queries = q.view(rows, self.kv_heads, groups, self.head_dim).permute(2, 1, 0, 3)  # (G, N, Q, D)
         k, v = (x.transpose(1, 2).expand(groups, -1, -1, -1) for x in (k, v))  # no copy
         return self._attend(queries, k, v, part.mask).permute(2, 1, 0, 3).reshape(rows, -1)
