@@ -9,7 +9,6 @@ from torch import Tensor
 
 from plait.backends.kernels.step import Part, Plan, Step
 
-
 _EVEN_ROWS = 4
 """MKL adds up fewer than four rows, and those left over, in an order that depends on where they lie in memory."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.backends.conformance.models import Attention, Model
 from plait.backends.conformance.script import Script, Turn
 from plait.backends.cpu import BACKEND as CPU
 from plait.backends.cuda import BACKEND as CUDA
@@ -21,6 +23,9 @@ from plait.errors import CheckpointError
 from plait.ir import read_module
 from plait.spec import Capability
 from tests.host.backend_bench import load
+
+#: Heads as wide as real ones, three to a group: what fits no kernel's tile.
+WIDE = Model((Attention(heads=9, kv_heads=3, head_dim=64), Attention(heads=9, kv_heads=3, head_dim=64, window=20)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,17 +42,29 @@ def test_rows_of_a_product_do_not_depend_on_their_number(dtype: torch.dtype, inn
     torch.testing.assert_close(want.double(), x.double() @ weight.double().T, rtol=0.02, atol=0.3)
 
 
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work is divided among threads, whatever a backend is told."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    yield
+    monkeypatch.undo()
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_a_request_gets_the_same_bits_alone_and_in_a_batch(tmp_path: Path) -> None:
     """Five requests of different lengths decode together; then each of them alone."""
     lengths = {0: 61, 1: 33, 2: 62, 3: 70, 4: 5}  # 0 and 2 attend as one group
     together = Script((*(Turn({s: n}) for s, n in lengths.items()), *(Turn(dict.fromkeys(lengths, 1)),) * 6), 4)
-    executable, player = load(CPU, "cpu", tmp_path / "together", together)
+    executable, player = load(CPU, "cpu", tmp_path / "together", together, WIDE)
     with closing(executable):
         steps = [executable.step(player.batches(turn)[0], {})["logits"] for turn in together.turns]
     for s, length in lengths.items():
         alone = Script((Turn({s: length}), *(Turn({s: 1}),) * 6), 4)
         # The longest sequence decides how many token ids a script draws.
-        executable, player = load(CPU, "cpu", tmp_path / f"alone{s}", alone)
+        executable, player = load(CPU, "cpu", tmp_path / f"alone{s}", alone, WIDE)
         player._ids[s] = _ids(together)[s][: alone.longest]
         with closing(executable):
             logits = [executable.step(player.batches(turn)[0], {})["logits"][0] for turn in alone.turns]
