@@ -35,6 +35,6 @@ def _every() -> Iterator[object]:
             yield pytest.param(name, case, id=f"{name}-{case}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "case"), _every())
+@pytest.mark.parametrize(("name", "case"), list(_every()))
 def test_backend(name: str, case: Case, tmp_path: Path) -> None:
     run_case(case, load_backend(name), TARGETS[name], tmp_path, shapes_only=name == "null")
