@@ -129,6 +129,8 @@ class LocalChain:
         self._waker.wake()
 
     def close(self, *, kill: bool = False) -> None:
-        if self._stage is not None:
-            self._stage.close()
-        self._waker.close()
+        try:
+            if self._stage is not None:
+                self._stage.close()
+        finally:
+            self._waker.close()

@@ -143,13 +143,15 @@ class Engine:
         with self._lock:
             self._ended = True
             self._error = error or WorkerError("pipeline-closed", "the pipeline was closed")
+        try:  # nobody wakes the chain any more, so it needs no lock, and new requests are refused at once
             self._chain.close(kill=error is not None)
-        for request in list(self._requests.values()):
-            request._end(None, self._error)
-        self._requests.clear()
-        for question in self._questions:
-            question.answered.set()
-        self._ready.set()
+        finally:
+            for request in list(self._requests.values()):
+                request._end(None, self._error)
+            self._requests.clear()
+            for question in self._questions:
+                question.answered.set()
+            self._ready.set()
 
     def _turn(self) -> None:
         """Take orders, keep the pipeline full, take one reply."""

@@ -25,7 +25,7 @@ from plait.runtime import workers
 from plait.runtime.messages import Failure
 from plait.runtime.pipeline import Pipeline
 from plait.runtime.transport import Channel, Frame, frame, pack, socket_pair
-from tests.fakes import EXIT, HANG, NAN, RAISE, REFUSE, SHORT, make_artifact, reference
+from tests.fakes import EXIT, HANG, NAN, RAISE, REFUSE, SHORT, FakeExecutable, make_artifact, reference
 
 WINDOWS = (None, 8, None)
 PROMPT = [5, 6, 7, 8, 9]
@@ -102,6 +102,21 @@ class Corpse:
 
     def epitaph(self) -> str:
         return "was killed by SIGKILL"
+
+
+def test_a_chain_that_fails_to_close_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(executable: FakeExecutable) -> None:
+        raise ArithmeticError("the device does not let go")
+
+    monkeypatch.setattr(FakeExecutable, "close", stuck)
+    seen: list[type[BaseException] | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+    pipe = open_fake(tmp_path, {"faulty": 1}, in_process=True)
+    request = pipe.submit([*PROMPT, RAISE])
+    with pytest.raises(WorkerError, match="overflowed"):
+        request.result(5)
+    pipe.close()
+    assert seen == [ArithmeticError]
 
 
 @pytest.mark.parametrize("code", ["peer-gone", "worker-failed"])
