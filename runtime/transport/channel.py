@@ -206,6 +206,8 @@ class Channel:
             _, fds, _, _ = socket.recv_fds(self._sock, 16, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError as err:
             raise self._timeout("did not send a slot") from err
+        except ConnectionResetError as err:
+            raise self._gone() from err
         for fd in fds:
             self._received_slots[slot] = mmap.mmap(fd, os.fstat(fd).st_size)
             os.close(fd)
