@@ -24,7 +24,7 @@ from plait.runtime.transport import Channel, Frame, PeerGoneError, pack
 
 _PR_SET_PDEATHSIG = 1
 
-START_TIMEOUT_S = 60.0
+_ORDERS_TIMEOUT_S = 60.0
 """How long a new worker waits for its orders. The driver sends them at once."""
 
 
@@ -32,14 +32,14 @@ def main(arguments: list[str]) -> int:
     """Run one worker; its exit code is 0 when the pipeline was closed, 1 when it failed (and told the driver why)."""
     control_fd, driver_pid = map(int, arguments)
     _die_with(driver_pid)
-    control = Channel(socket.socket(fileno=control_fd), "the driver", timeout_s=START_TIMEOUT_S)
+    control = Channel(socket.socket(fileno=control_fd), "the driver", timeout_s=_ORDERS_TIMEOUT_S)
     label = "a worker"
     try:
         spec = control.recv().unpack(WorkerSpec)
         label = " and ".join(part.label for part in spec.slices)
         _serve(spec, control)
     except Exception as err:
-        failure = Failure.of(err, label, "starting")
+        failure = Failure.of(err, label, "serving")
         with contextlib.suppress(PeerGoneError):
             control.send(Frame("error", sender=label, meta=pack(failure)))
         return 1
