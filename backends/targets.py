@@ -12,6 +12,11 @@ def label(name: str, emulated: bool) -> str:
     return f"{name} (emulated on host)" if emulated else name
 
 
+def is_emulated(runs_on: str) -> bool:
+    """Whether a `label` says so."""
+    return "emulated" in runs_on
+
+
 def arch_of(backend: str, target: str, archs: Collection[str]) -> str:
     """The architecture of `cuda:sm_90a`. An empty `archs` takes any.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from plait.backends.targets import is_emulated
 from plait.partitioner.report import COLUMNS, MemoryBar, idle_rows, memory_bars, range_text, summary_rows, table_rows
 from plait.spec import Cause, Device, Estimate, Link, Manifest, ManifestSlice, Plan, PlannedSlice
 from plait.words import bytes_text, rate_text, seconds_text
@@ -76,11 +77,6 @@ def render_report(plan: Plan, manifest: Manifest) -> str:
         links=_links(plan),
         workload=_workload(plan),
     )
-
-
-def is_emulated(runs_on: str) -> bool:
-    """Whether a slice runs elsewhere than on the device it is named after; backends say so in these words."""
-    return "emulated" in runs_on
 
 
 @functools.cache

@@ -12,13 +12,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.backends.targets import is_emulated
 from plait.errors import UnsupportedError, UsageError
 from plait.runtime import scheduler
 from plait.runtime.chain import Chain, LocalChain
 from plait.runtime.engine import Engine
 from plait.runtime.request import Request
 from plait.runtime.sampler import SamplingParams
-from plait.runtime.slices import page_allocator, slice_specs, worker_plans
+from plait.runtime.slices import page_allocator, slice_specs, worker_setups
 from plait.runtime.workers import WorkerChain
 from plait.spec import Manifest
 
@@ -81,13 +82,13 @@ class Pipeline:
         sequences = max_sequences or manifest.max_sequences
         pages = page_allocator(manifest, sequences)
         specs = slice_specs(manifest, folder, pages, max_sequences=sequences, threads=threads)
-        plans = worker_plans(manifest, specs, share=share_workers, pythons=pythons or {})
-        planner = scheduler.Scheduler(
+        setups = worker_setups(manifest, specs, share=share_workers, pythons=pythons or {})
+        schedule = scheduler.Scheduler(
             pages,
             max_sequences=sequences,
             max_step_tokens=manifest.max_step_tokens,
             max_positions=manifest.max_positions,
-            in_flight=in_flight or (1 if in_process or _shares_cores(manifest) else len(plans)),
+            in_flight=in_flight or (1 if in_process or _shares_cores(manifest) else len(setups)),
         )
         chain: Chain
         if in_process:
@@ -97,8 +98,8 @@ class Pipeline:
                 "platform", f"worker processes need Linux, this is {sys.platform}", hint="in_process=True works here"
             )
         else:
-            chain = WorkerChain(plans, threads=threads, timeout_s=timeout_s, debug=debug)
-        engine = Engine(chain, planner, timeout_s)
+            chain = WorkerChain(setups, threads=threads, timeout_s=timeout_s, debug=debug)
+        engine = Engine(chain, schedule, timeout_s)
         engine.start(start_timeout_s)
         return cls(manifest, engine)
 
@@ -232,4 +233,4 @@ def _check_options(
 
 def _shares_cores(manifest: Manifest) -> bool:
     """Whether slices run on this host's cores: then two steps at once only get in each other's way."""
-    return any(part.device == "cpu" or "host" in part.runs_on for part in manifest.slices)
+    return any(part.device == "cpu" or is_emulated(part.runs_on) for part in manifest.slices)

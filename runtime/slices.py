@@ -11,7 +11,7 @@ from plait.errors import ArtifactError, UsageError, did_you_mean
 from plait.runtime.messages import SliceSpec
 from plait.runtime.pages import PageAllocator, make_pools
 from plait.runtime.stage import LOGITS
-from plait.runtime.workers import WorkerPlan
+from plait.runtime.workers import WorkerSetup
 from plait.spec import Boundary, Manifest, kv_class
 
 
@@ -65,9 +65,9 @@ def slice_specs(
     ]
 
 
-def worker_plans(
+def worker_setups(
     manifest: Manifest, specs: list[SliceSpec], *, share: bool, pythons: Mapping[str, str]
-) -> list[WorkerPlan]:
+) -> list[WorkerSetup]:
     """The workers in order: one per slice, or one per run of slices with the same environment and interpreter.
 
     Args:
@@ -91,13 +91,13 @@ def worker_plans(
                 why="devices and environments here: " + ", ".join(sorted(known)),
                 hint=did_you_mean(name, known),
             )
-    plans: list[WorkerPlan] = []
+    setups: list[WorkerSetup] = []
     for i, spec in enumerate(specs):
         if share and i and homes[i] == homes[i - 1]:
-            plans[-1] = WorkerPlan((*plans[-1].slices, spec), homes[i][1])
+            setups[-1] = WorkerSetup((*setups[-1].slices, spec), homes[i][1])
         else:
-            plans.append(WorkerPlan((spec,), homes[i][1]))
-    return plans
+            setups.append(WorkerSetup((spec,), homes[i][1]))
+    return setups
 
 
 def _kept(manifest: Manifest) -> list[tuple[str, ...]]:

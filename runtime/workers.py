@@ -35,7 +35,7 @@ _SECONDARY = frozenset({"peer-gone", "peer-timeout"})
 
 
 @dataclass(frozen=True)
-class WorkerPlan:
+class WorkerSetup:
     """The slices of one worker and the interpreter that runs them."""
 
     slices: tuple[SliceSpec, ...]
@@ -50,15 +50,15 @@ class WorkerChain:
     """A `plait.runtime.chain.Chain` of processes. Frames go from worker to worker, not through the driver.
 
     Args:
-        plans: the workers in order.
+        setups: the workers in order.
         threads: host threads of each worker; None leaves the libraries' defaults.
         timeout_s: how long a worker, or the driver, waits for the next one to take a frame.
         debug: digests in every frame, and the workers' stderr on this process's stderr.
     """
 
-    def __init__(self, plans: Sequence[WorkerPlan], *, threads: int | None, timeout_s: float, debug: bool) -> None:
-        self._plans, self._threads, self._timeout_s, self._debug = tuple(plans), threads, timeout_s, debug
-        self._labels = [part.label for plan in plans for part in plan.slices]
+    def __init__(self, setups: Sequence[WorkerSetup], *, threads: int | None, timeout_s: float, debug: bool) -> None:
+        self._setups, self._threads, self._timeout_s, self._debug = tuple(setups), threads, timeout_s, debug
+        self._labels = [part.label for setup in setups for part in setup.slices]
         self.board = boards.private(len(self._labels))
         self.infos: list[SliceInfo] = []
         self._waker = Waker()
@@ -72,11 +72,12 @@ class WorkerChain:
     def start(self, timeout_s: float) -> None:
         self._launch()
         deadline = time.monotonic() + timeout_s
-        waiting = set(range(len(self._plans)))
+        waiting = set(range(len(self._setups)))
         while waiting:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise WorkerError("peer-timeout", f"{self._plans[min(waiting)].label} was not ready in {timeout_s:g} s")
+                late = self._setups[min(waiting)].label
+                raise WorkerError("peer-timeout", f"{late} was not ready in {timeout_s:g} s")
             for what, i in self._events(left):
                 if what == "wake":
                     return  # the pipeline is being closed before it was ready
@@ -128,14 +129,14 @@ class WorkerChain:
 
     def _launch(self) -> None:
         # Ends in the order of the chain: ours, then into and out of each worker, then ours.
-        ends = [sock for _ in range(len(self._plans) + 1) for sock in socket_pair()]
+        ends = [sock for _ in range(len(self._setups) + 1) for sock in socket_pair()]
         self._ends = [
-            Channel(ends[0], self._plans[0].label, timeout_s=self._timeout_s, debug=self._debug),
-            Channel(ends[-1], self._plans[-1].label),
+            Channel(ends[0], self._setups[0].label, timeout_s=self._timeout_s, debug=self._debug),
+            Channel(ends[-1], self._setups[-1].label),
         ]
         board_fd, self.board = boards.create(len(self._labels))
         try:
-            for i in range(len(self._plans)):
+            for i in range(len(self._setups)):
                 self._start_worker(i, ends[2 * i + 1].fileno(), ends[2 * i + 2].fileno(), board_fd)
         finally:
             os.close(board_fd)
@@ -144,10 +145,10 @@ class WorkerChain:
         self._selector.register(self._ends[1], selectors.EVENT_READ, ("result", 0))
 
     def _start_worker(self, i: int, upstream_fd: int, downstream_fd: int, board_fd: int) -> None:
-        plan, names = self._plans[i], [DRIVER, *(plan.label for plan in self._plans), DRIVER]
+        setup, names = self._setups[i], [DRIVER, *(setup.label for setup in self._setups), DRIVER]
         spec = WorkerSpec(
-            slices=plan.slices,
-            last=i == len(self._plans) - 1,
+            slices=setup.slices,
+            last=i == len(self._setups) - 1,
             upstream=names[i],
             downstream=names[i + 2],
             upstream_fd=upstream_fd,
@@ -158,12 +159,12 @@ class WorkerChain:
             debug=self._debug,
         )
         ours, theirs = socket_pair()
-        control = Channel(ours, plan.label, timeout_s=self._timeout_s)
+        control = Channel(ours, setup.label, timeout_s=self._timeout_s)
         self._controls.append(control)
         with theirs:
             process = launch.start(
-                plan.label,
-                plan.python,
+                setup.label,
+                setup.python,
                 theirs.fileno(),
                 (upstream_fd, downstream_fd, board_fd),
                 threads=self._threads,
