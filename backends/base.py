@@ -1,6 +1,6 @@
 """The contract between plait and a backend. Everything above this file knows backends by it and by nothing else.
 
-A backend is one object with four attributes and three methods (`Backend`). It registers by import path, in tree in
+A backend is one object with a name and four methods (`Backend`). It registers by import path, in tree in
 `plait.registry`, out of tree by an entry point of the group `plait.backends`. `plait.backends.conformance` holds every
 registered backend to the same cases against the NumPy oracle.
 """
