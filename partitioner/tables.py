@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from plait.cost_models.memory import MemoryModel, capacity_bytes
 from plait.cost_models.network import hop_s, link_between
-from plait.cost_models.roofline import UnitTimes, unit_times
+from plait.cost_models.roofline import unit_times
 from plait.cost_models.tables import Floats, slice_sums
 from plait.partitioner.problem import Problem, pinned_units, refused_units
 from plait.spec import Device, Link
@@ -56,7 +56,6 @@ class Tables:
     problem: Problem
     kinds: tuple[Kind, ...]
     memory: MemoryModel
-    times: tuple[UnitTimes | None, ...]
     prefill: Measure
     decode: Measure
     needed: Floats
@@ -93,20 +92,16 @@ def tables(problem: Problem) -> Tables:
     memory = MemoryModel(problem.profile, problem.workload, problem.page_tokens, problem.max_step_tokens)
     size = problem.blocks + 1
     prefill, decode = (np.zeros((len(kinds), size, size)) for _ in range(2))
-    times: list[UnitTimes | None] = []
     for k, kind in enumerate(kinds):
         if not kind.first.peak_flops_per_s.get(problem.profile.dtype):
-            times.append(None)
-            continue
+            continue  # nothing is allowed there, so its times do not matter
         unit = unit_times(problem.profile, kind.first, problem.workload, problem.max_step_tokens)
-        times.append(unit)
         prefill[k] = slice_sums(unit.prefill_s) + unit.prefill_overhead_s
         decode[k] = slice_sums(unit.decode_s) + unit.decode_overhead_s
     return Tables(
         problem=problem,
         kinds=kinds,
         memory=memory,
-        times=tuple(times),
         prefill=Measure(prefill, _hops(problem, kinds, problem.workload.prompt_tokens)),
         decode=Measure(decode, _hops(problem, kinds, problem.workload.concurrency)),
         needed=np.stack([memory.needed(kind.first) for kind in kinds]),
@@ -125,7 +120,7 @@ def kinds_of(problem: Problem) -> tuple[Kind, ...]:
     for device in problem.devices:
         capability = problem.capabilities.get(device.id)
         groups[
-            _numbers(replace(device, id="", host="")),
+            repr(replace(device, id="", host="")),  # its dicts cannot be hashed
             "" if device.host in alone and device.host not in named else device.host,
             device.id if device.id in pinned or device.id in named else "",
             None if capability is None else (capability.dtypes, tuple(capability.refused.items())),
@@ -167,7 +162,3 @@ def allowed_slices(problem: Problem, kinds: tuple[Kind, ...]) -> Bools:
             marks = np.isin(np.arange(problem.blocks + 2), sorted(barred)).astype(float)
             out[k] &= slice_sums(marks) == 0
     return out
-
-
-def _numbers(device: Device) -> str:
-    return repr(device)
