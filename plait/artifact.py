@@ -49,30 +49,42 @@ def sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Raises UserError `output-unwritable` where the system does not let the block write."""
+    try:
+        yield
+    except OSError as err:
+        raise UserError("output-unwritable", f"cannot write {target}", why=str(err)) from err
+
+
+@contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """A temporary directory that takes the place of `target` when the block ends well, and vanishes when it does not.
 
     Raises:
-        UserError: `output-exists`: the target is there and is not an artifact; it is left alone.
+        UserError: `output-exists`: the target is there and is not an artifact; it is left alone. `output-unwritable`.
     """
     target = target.absolute()
     if target.exists() and not (target.is_dir() and ((target / MANIFEST).is_file() or not any(target.iterdir()))):
         raise UserError("output-exists", f"{target} exists and is not an artifact", hint="choose another -o/--output")
-    try:
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as err:
-        raise UserError("output-unwritable", f"cannot write {target}", why=str(err)) from err
     old = folder.with_name(folder.name + ".old")
     try:
-        yield folder
-        folder.chmod(0o755)
-        if target.exists():
-            target.rename(old)
-        folder.rename(target)
+        with writing(target):
+            yield folder
+            folder.chmod(0o755)
+            if target.exists():
+                target.rename(old)
+            folder.rename(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # it holds the target
+                parent.rmdir()
 
 
 def seal(folder: Path, manifest: Manifest) -> None:

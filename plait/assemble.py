@@ -14,7 +14,7 @@ from plait.backends.base import CompileOptions
 from plait.backends.targets import label
 from plait.backends.weights import weights_json
 from plait.errors import CheckpointError, UserError
-from plait.frontend.tokenizer import tokenizer_text
+from plait.frontend.tokenizer import Tokenizer, tokenizer_text
 from plait.ir import kv_layouts, print_module, signature, weights
 from plait.ir.cover import cover
 from plait.ir.module import boundary
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
 
     from plait.api import Planned
+    from plait.frontend.checkpoint import Checkpoint
 
 Progress = Callable[[str, int, int], None]
 
@@ -54,7 +55,7 @@ def assemble(
     """Write the artifact of a plan.
 
     Raises:
-        CheckpointError: the checkpoint has no weights (it was a config.json alone).
+        CheckpointError: the checkpoint has no weights (it was a config.json alone), or a tokenizer that is none.
         UnsupportedError: a backend refuses an op.
     """
     checkpoint, plan = planned.checkpoint, planned.plan
@@ -65,16 +66,19 @@ def assemble(
             why="compile refers to the bytes of the weights",
             hint="name the .safetensors file or its directory; `plait plan` needs no weights",
         )
+    texts = _text_files(checkpoint)
     if dump_ir is not None:
-        dump_ir.mkdir(parents=True, exist_ok=True)
-        (dump_ir / "module.mlir").write_text(print_module(planned.module))
+        with artifacts.writing(dump_ir):
+            dump_ir.mkdir(parents=True, exist_ok=True)
+            (dump_ir / "module.mlir").write_text(print_module(planned.module))
     progress("slice", 0, len(plan.slices))
     cuts = _cut(planned, dump_ir)
     with artifacts.staged(output) as folder:
         module_text = print_module(planned.module)
         (folder / "module.mlir").write_text(module_text)
         (folder / "plan.yaml").write_text(to_yaml(plan))
-        _write_text_files(planned, folder)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
         made = []
         for cut in cuts:
             progress("compile", cut.index, len(cuts))
@@ -171,13 +175,13 @@ def _embed(refs: Sequence[WeightRef], target: Path, name: str) -> list[WeightRef
     return moved
 
 
-def _write_text_files(planned: Planned, folder: Path) -> None:
+def _text_files(checkpoint: Checkpoint) -> dict[str, str]:
     """tokenizer.json (out of the GGUF file, where the model is one), and what generation needs to know."""
-    checkpoint = planned.checkpoint
+    files = {"generation.json": json.dumps({"chat_template": checkpoint.chat_template}, indent=2) + "\n"}
     if checkpoint.tokenizer is not None:
-        (folder / "tokenizer.json").write_text(tokenizer_text(checkpoint.tokenizer))
-    generation = {"chat_template": checkpoint.chat_template}
-    (folder / "generation.json").write_text(json.dumps(generation, indent=2) + "\n")
+        files["tokenizer.json"] = text = tokenizer_text(checkpoint.tokenizer)
+        Tokenizer(text, str(checkpoint.tokenizer))  # a broken one is refused now, not when somebody asks
+    return files
 
 
 def _manifest(planned: Planned, slices: Sequence[ManifestSlice], module_text: str) -> Manifest:

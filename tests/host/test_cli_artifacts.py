@@ -148,7 +148,7 @@ def test_nothing_is_left_when_a_backend_fails_halfway(model, tmp_path, monkeypat
         return honest(self, *arguments)
 
     monkeypatch.setattr(type(backend), "compile", second_fails)
-    result = plait("compile", model, "--targets", "2xcpu", "--layers", "1,1", "-o", tmp_path / "a.plait")
+    result = plait("compile", model, "--targets", "2xcpu", "--layers", "1,1", "-o", tmp_path / "new" / "er" / "a.plait")
     assert (result.exit_code, len(calls)) == (2, 2)
     assert list(tmp_path.iterdir()) == []
 
