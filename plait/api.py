@@ -79,6 +79,7 @@ def request(
         UsageError: names or values that do not fit together.
     """
     given = None if plan is None else plan if isinstance(plan, Plan) else _read_plan(Path(plan))
+    cuts = tuple(forbidden_cuts)
     if sum(source is not None for source in (targets, cluster, given)) != 1:
         raise UsageError(
             "devices",
@@ -89,7 +90,7 @@ def request(
     if given is not None:
         fixed = {
             "workload": workload, "context": context, "concurrency": concurrency,
-            "objective": objective, "layers": layers, "pins": pins or None,
+            "objective": objective, "layers": layers, "pins": pins or None, "forbidden_cuts": cuts or None,
         }  # fmt: skip
         clash = sorted(name for name, value in fixed.items() if value is not None)
         if clash:
@@ -118,8 +119,8 @@ def request(
         objective=given.objective if given is not None else objective or "throughput",
         dtype=given.dtype if given is not None else dtype,
         layers=None if layers is None else tuple(layers),
-        pins=dict(pins or (given.pins if given is not None else None) or {}),
-        forbidden_cuts=tuple(forbidden_cuts) or (given.forbidden_cuts if given is not None else ()),
+        pins=dict((pins if given is None else given.pins) or {}),
+        forbidden_cuts=cuts if given is None else given.forbidden_cuts,
         plan=given,
     )
 

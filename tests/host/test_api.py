@@ -142,6 +142,8 @@ def test_a_plan_that_cannot_be_honoured_is_refused_by_name(model: Path, tmp_path
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(UsageError, match="workload and a plan"):
         plait.plan(model, plan=tmp_path / "plan.yaml", workload="chat")
+    with pytest.raises(UsageError, match="forbidden_cuts and a plan"):
+        plait.plan(model, plan=tmp_path / "plan.yaml", forbidden_cuts=(1,))
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.yaml"]
 
 
