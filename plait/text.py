@@ -6,13 +6,15 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 from plait import artifact as artifacts
-from plait.errors import UnsupportedError
+from plait.errors import UsageError, did_you_mean
 from plait.frontend.tokenizer import Tokenizer
 from plait.runtime.pipeline import Pipeline as TokenPipeline
+from plait.runtime.request import Request
 from plait.runtime.sampler import SamplingParams
 from plait.spec import Manifest, Plan
 
@@ -103,7 +105,7 @@ class Pipeline:
         Returns:
             The new text, without the prompt and without special tokens.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         batch = [prompts] if single else list(prompts)
         ids = self.generate_ids([self.encode(prompt, chat=chat) for prompt in batch], max_tokens, **sampling)
         texts = [self.tokenizer.decode(new) for new in ids]
@@ -112,23 +114,16 @@ class Pipeline:
     def generate_ids(self, prompts: Sequence[Ids], max_tokens: int = 64, **sampling: Any) -> list[list[int]]:
         """Token ids in, new token ids out (with the end-of-text token where one ended it). Needs no tokenizer."""
         params = _params(sampling)
-        return self._pipeline.generate_ids(
-            [list(ids) for ids in prompts], params=params, max_tokens=max_tokens, eos_ids=self.manifest.eos_token_ids
-        )
+        return self._pipeline.generate_ids(prompts, params, max_tokens=max_tokens)
 
     def stream(
         self, prompt: str | Ids | Sequence[Message], max_tokens: int = 64, *, chat: bool = False, **sampling: Any
     ) -> Iterator[str]:
         """Yield text as it comes. Stopping the iteration cancels the request."""
-        request = self._pipeline.submit(
-            self.encode(prompt, chat=chat),
-            params=_params(sampling),
-            max_tokens=max_tokens,
-            eos_ids=self.manifest.eos_token_ids,
-        )
+        request = self._pipeline.submit(self.encode(prompt, chat=chat), _params(sampling), max_tokens=max_tokens)
         return self._pieces(request)
 
-    def _pieces(self, request: Any) -> Iterator[str]:
+    def _pieces(self, request: Request) -> Iterator[str]:
         decoder = self.tokenizer.stream()
         try:
             for token in request:
@@ -147,8 +142,9 @@ class Pipeline:
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, str):
             return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-        return self.tokenizer.encode_chat(messages) if messages else [item for item in prompt if isinstance(item, int)]
+        if len(prompt) and all(isinstance(item, Mapping) for item in prompt):
+            return self.tokenizer.encode_chat(cast(Sequence[Message], prompt))
+        return list(cast(Ids, prompt))
 
     def logits(self, ids: Ids, chunk: int | None = None) -> Array:
         """float32 [len(ids), vocabulary]: the scores after every token of `ids`, in steps of at most `chunk` tokens."""
@@ -178,5 +174,10 @@ def _params(sampling: Mapping[str, Any]) -> SamplingParams:
     known = SamplingParams.__dataclass_fields__
     unknown = sorted(sampling.keys() - known.keys())
     if unknown:
-        raise UnsupportedError("sampling", f"no sampling option {unknown[0]!r}", why="known: " + ", ".join(known))
+        raise UsageError(
+            "sampling",
+            f"no sampling option {unknown[0]!r}",
+            why="known: " + ", ".join(known),
+            hint=did_you_mean(unknown[0], known),
+        )
     return SamplingParams(**sampling)

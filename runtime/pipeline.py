@@ -6,6 +6,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -122,7 +123,7 @@ class Pipeline:
             want_logits: keep the logits that every new token was sampled from: `Result.logits` [tokens, vocabulary].
 
         Raises:
-            UsageError: `empty-prompt`, `token-range` or `max-tokens`.
+            UsageError: `empty-prompt`, `token-type`, `token-range` or `max-tokens`.
             UserError, FitError: the request can never run; with the numbers.
             PlaitError: what ended the pipeline before.
         """
@@ -194,6 +195,9 @@ class Pipeline:
         self.close()
 
     def _prompt(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        strange = next((token for token in token_ids if not isinstance(token, Integral)), None)
+        if strange is not None:
+            raise UsageError("token-type", f"{strange!r:.100} is no token id", why="a prompt is whole numbers")
         prompt = tuple(int(token) for token in token_ids)
         if not prompt:
             raise UsageError("empty-prompt", "the prompt has no tokens", hint="start with the model's BOS token")

@@ -48,8 +48,12 @@ def test_string_in_string_out_list_in_list_out_and_ids(model: Path) -> None:
         assert "".join(pipe.stream("abc", max_tokens=5)) == one
         with pytest.raises(UserError, match="temprature"):
             pipe.generate("abc", temprature=1.0)
+        assert pipe.generate(np.array(pipe.encode("abc")), max_tokens=5) == one
         with pytest.raises(UsageError, match="264"):
             pipe.generate([264])
+        for strange in ([5, 6.5], [5, "abc"], [5, {"role": "user", "content": "abc"}]):
+            with pytest.raises(UsageError, match="is no token id"):
+                pipe.generate(strange)
         assert pipe.plan.slices
 
 
