@@ -6,7 +6,9 @@ the same tokens whichever batch its steps ran in, and again when it is asked a s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -43,14 +45,19 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = {
-            "temperature": (np.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "a whole number >= 1, or None"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "seed": (0 <= self.seed < 2**63, "a whole number from 0 to 2**63 - 1"),
+            "temperature": (_is(self.temperature, Real) and 0 <= self.temperature < math.inf, "a finite number >= 0"),
+            "top_k": (self.top_k is None or (_is(self.top_k, Integral) and self.top_k >= 1), "a whole number >= 1"),
+            "top_p": (_is(self.top_p, Real) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            "seed": (_is(self.seed, Integral) and 0 <= self.seed < 2**63, "a whole number from 0 to 2**63 - 1"),
         }
         for name, (ok, allowed) in rules.items():
             if not ok:
                 raise UsageError("sampling-params", f"{name} is {getattr(self, name)!r}", why=f"it must be {allowed}")
+
+
+def _is(value: object, kind: type) -> bool:
+    """Callers without types get a UsageError too, and no seed is cut to a whole number in silence."""
+    return isinstance(value, kind)
 
 
 def sample(logits: Logits, params: SamplingParams, position: int) -> int:

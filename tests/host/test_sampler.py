@@ -117,9 +117,13 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
         ("top_p", math.nan),
         ("seed", -1),
         ("seed", 2**63),
+        ("temperature", "hot"),
+        ("top_k", 2.5),
+        ("top_p", "0.9"),
+        ("seed", 1.5),
     ],
 )
-def test_values_out_of_range_are_named(field: str, value: float) -> None:
+def test_values_out_of_range_are_named(field: str, value: object) -> None:
     with pytest.raises(UsageError, match=rf"{field} is {value!r}") as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.why.startswith("it must be")
