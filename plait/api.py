@@ -291,17 +291,17 @@ def compile(
     """
     run = options.pop("run", {})
     if output is not None:
-        return open(compile_artifact(model, targets, output=output, **options).folder, **run)
+        return open(compile_artifact(model, targets, output=output, **options), **run)
     folder = tempfile.mkdtemp(prefix="plait-")
     try:
         made = compile_artifact(model, targets, output=Path(folder) / "model.plait", **options)
-        return open(made.folder, on_close=lambda: shutil.rmtree(folder, ignore_errors=True), **run)
+        return open(made, on_close=lambda: shutil.rmtree(folder, ignore_errors=True), **run)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def open(path: StrPath, **options: Any) -> Pipeline:
+def open(path: StrPath | artifacts.Artifact, **options: Any) -> Pipeline:
     """Check an artifact, start a worker per slice, and return the pipeline. Options are those of `Pipeline.open`."""
     from plait.text import Pipeline
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -31,13 +32,15 @@ class Pipeline:
     def __init__(
         self, artifact: artifacts.Artifact, pipeline: TokenPipeline, on_close: Callable[[], None] | None = None
     ) -> None:
-        self._artifact, self._pipeline, self._on_close = artifact, pipeline, on_close
+        self._artifact, self._pipeline = artifact, pipeline
         self._tokenizer: Tokenizer | None = None
+        # A pipeline that is forgotten ends like one that is closed.
+        self._finalizer = weakref.finalize(self, _end, pipeline, on_close)
 
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | artifacts.Artifact,
         *,
         weights: str | os.PathLike[str] | None = None,
         on_close: Callable[[], None] | None = None,
@@ -46,13 +49,13 @@ class Pipeline:
         """Check the artifact, then start the workers side by side.
 
         Args:
-            path: an artifact that `compile` wrote.
+            path: an artifact that `compile` wrote; an `Artifact` has been checked and is not read again.
             weights: the checkpoint's folder, where it has moved since.
             on_close: called once, after the workers have ended.
             options: those of `plait.runtime.pipeline.Pipeline.open`: threads, share_workers, in_process, debug,
                 timeout_s, in_flight, pythons.
         """
-        artifact = artifacts.read_artifact(path)
+        artifact = path if isinstance(path, artifacts.Artifact) else artifacts.read_artifact(path)
         if weights is not None:
             moved = replace(artifact.manifest, weight_root=os.path.relpath(weights, artifact.folder))
             artifact = replace(artifact, manifest=moved)
@@ -156,10 +159,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the workers. Idempotent."""
-        self._pipeline.close()
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +168,12 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _end(pipeline: TokenPipeline, on_close: Callable[[], None] | None) -> None:
+    pipeline.close()
+    if on_close is not None:
+        on_close()
 
 
 def _params(sampling: Mapping[str, Any]) -> SamplingParams:

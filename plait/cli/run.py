@@ -77,12 +77,13 @@ def command(
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     # Workers take seconds to start: what can be refused without them is refused before.
     SamplingParams(**sampling)
-    tokenizer_text(read_artifact(artifact).folder / "tokenizer.json")
+    checked = read_artifact(artifact)
+    tokenizer_text(checked.folder / "tokenizer.json")
     screen = Screen(as_json=as_json)
     options = {"threads": threads, "share_workers": share_workers, "in_process": in_process, "debug": debug}
     with screen.phases() as progress:
         progress("start", 0, 0)
-        pipe = api.open(artifact, weights=weights, **options)
+        pipe = api.open(checked, weights=weights, **options)
     with pipe:
         began = time.monotonic()
         times: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -63,6 +64,14 @@ def test_an_artifact_without_output_vanishes_with_its_pipeline(model: Path) -> N
     assert folder.is_dir()
     pipe.close()
     pipe.close()
+    assert not folder.exists()
+
+
+def test_an_artifact_without_output_vanishes_when_its_pipeline_is_forgotten(model: Path) -> None:
+    pipe = plait.compile(model, "cpu", run=LOCAL)
+    folder = pipe._artifact.folder
+    del pipe
+    gc.collect()
     assert not folder.exists()
 
 
