@@ -73,7 +73,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What a compile may be told. `max_step_tokens` and `max_sequences` bound one batch."""
+    """What a compile may be told. `max_step_tokens` and `max_sequences` bound one batch; their defaults are what plans
+    are made for. A step of 512 prefill tokens keeps decode steps of other requests from waiting long."""
 
     max_step_tokens: int = 512
     max_sequences: int = 64

@@ -193,6 +193,7 @@ class Planned:
 def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backends: bool = False) -> Planned:
     """Read, lower, plan. With `check_backends` the planner is handed what each backend says about the module; that may
     import torch or JAX, so a mere plan goes without."""
+    from plait.backends.base import CompileOptions
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
     from plait.frontend.lower import lower
@@ -208,6 +209,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         cluster=asked.cluster,
         workload=asked.workload if asked.workload_asked else _within(asked.workload, checkpoint.max_positions),
         objective=asked.objective,
+        max_step_tokens=CompileOptions().max_step_tokens,
         layers=asked.layers,
         pins=asked.pins,
         forbidden_cuts=asked.forbidden_cuts,

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
-#: Bounds of one batch. A step of 512 prefill tokens keeps decode steps of other requests from waiting long.
-OPTIONS = CompileOptions(max_step_tokens=512, max_sequences=64)
+OPTIONS = CompileOptions()
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,7 @@ def assemble(
             made.append(_compile(cut, planned, folder, checkpoint.weights, embed_weights))
         progress("write", len(cuts), len(cuts))
         manifest = _manifest(planned, made, module_text)
-        if embed_weights:
-            manifest = replace(manifest, weight_root=".", weights={})
-        else:
+        if not embed_weights:
             root = _root(planned)
             files = {os.path.relpath(path, root): facts for path, facts in checkpoint.files.items()}
             manifest = replace(manifest, weight_root=os.path.relpath(root, output.absolute()), weights=files)
