@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -73,7 +73,7 @@ def read_weight(ref: WeightRef, dtype: str, root: Path | None = None) -> Array:
 @dataclass(frozen=True)
 class _WeightList:
     weights: tuple[WeightRef, ...]
-    schema: int = 1
+    schema: Literal[1] = 1
 
 
 def weights_json(refs: Iterable[WeightRef]) -> str:

@@ -23,12 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from plait.cost_models.catalogue import NULL, check_device, cluster_for, network_link, reserve_bytes, with_links
-from plait.cost_models.entries import Loader, defaults
+from plait.cost_models.entries import defaults
 from plait.errors import UserError
-from plait.spec import Cluster, Device, Link, from_dict, parse_target
+from plait.spec import Cluster, Device, Link, from_yaml, parse_target
 
 Size = int | float | str
 
@@ -83,17 +81,15 @@ def load_cluster(path: Path | str) -> Cluster:
     """Read a cluster.yaml.
 
     Raises:
-        UserError: `cluster-file` (cannot be read), `spec-field` (unknown field or value), `device-numbers`,
-            `device-memory`, `link-unknown`, `link-end`; UsageError for a target nobody knows.
+        UserError: `cluster-file` (cannot be read), `spec-yaml`, `spec-field` (unknown field or value),
+            `device-numbers`, `device-memory`, `link-unknown`, `link-end`; UsageError for a target nobody knows.
     """
     path = Path(path)
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
         raise UserError("cluster-file", f"cannot read the cluster file {path}", why=str(err)) from err
-    except yaml.YAMLError as err:
-        raise UserError("cluster-file", f"{path} is not valid YAML", why=str(err)) from err
-    return cluster_of(from_dict(ClusterFile, data, path=path.name))
+    return cluster_of(from_yaml(ClusterFile, text, path.name))
 
 
 def cluster_of(file: ClusterFile) -> Cluster:

@@ -12,7 +12,8 @@ import yaml
 
 from plait.spec import from_dict
 
-Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+#: The catalogue is plait's own and read at every start: the fast loader, where PyYAML was built with it.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 GB, GIB = 10**9, 2**30
 UNIT_BYTES = {"GB": GB, "GiB": GIB}
@@ -211,4 +212,4 @@ def _root() -> Traversable:
 
 
 def _load(file: Traversable) -> Any:
-    return yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)
+    return yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)

@@ -67,4 +67,4 @@ class Cluster:
     links: tuple[Link, ...] = ()
     default_link: Link | None = None
     local_link: Link | None = None
-    schema: int = 1
+    schema: Literal[1] = 1

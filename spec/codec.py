@@ -62,11 +62,17 @@ def from_json(cls: type[T], text: str) -> T:
     return from_dict(cls, data)
 
 
-class YamlLoader(yaml.SafeLoader):
-    """Safe, and reads `3e-05` as the number it is; YAML 1.1 wants `3.0e-05`."""
+class _Loader(yaml.SafeLoader):
+    """Safe, reads `3e-05` as the number it is (YAML 1.1 wants `3.0e-05`), and refuses a key that stands twice."""
 
-
-YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+\Z"), list("-+0123456789"))
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                what = f"the key {key.value!r} stands twice"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -80,17 +86,25 @@ def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
 
 _Dumper.add_representer(list, _represent_list)
 
+for _side in (_Loader, _Dumper):  # the dumper too, or a host called 2e5 would be written without quotes
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+\Z"), list("-+0123456789"))
+
 
 def to_yaml(value: Any) -> str:
     return yaml.dump(to_dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def from_yaml(cls: type[T], text: str) -> T:
+def from_yaml(cls: type[T], text: str, path: str = "") -> T:
+    """Read YAML, strictly: see the module. `path` is what errors call the file.
+
+    Raises:
+        UserError: `spec-yaml`, `spec-field`.
+    """
     try:
-        data = yaml.load(text, Loader=YamlLoader)
+        data = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as err:
-        raise UserError("spec-yaml", f"not valid YAML for a {cls.__name__}", why=str(err)) from err
-    return from_dict(cls, data)
+        raise UserError("spec-yaml", f"{path or f'a {cls.__name__}'} is not valid YAML", why=str(err)) from err
+    return from_dict(cls, data, path)
 
 
 def digest(value: Any) -> str:

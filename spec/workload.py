@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Workload:
     concurrency: int = 8
     max_ttft_s: float | None = None
     max_tpot_s: float | None = None
-    schema: int = 1
+    schema: Literal[1] = 1
 
     @property
     def context_tokens(self) -> int:

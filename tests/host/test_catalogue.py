@@ -292,7 +292,7 @@ BROKEN = {
     "unknown target": ("2xh100@rack1", "2xh10@rack1", "did you mean 'h100'", "target-unknown"),
     "both": ("- name: npu", "- name: npu\n  target: h100", "either a target", "spec-field"),
     "schema": ("default_network", "schema: 7\ndefault_network", "schema 7", "spec-schema"),
-    "not yaml": ("devices:", "devices: [", "not valid YAML", "cluster-file"),
+    "not yaml": ("devices:", "devices: [", "not valid YAML", "spec-yaml"),
 }
 
 

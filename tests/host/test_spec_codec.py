@@ -134,6 +134,7 @@ BROKEN = {
     "bool is no number": ({"prompt_tokens": True}, "expected a whole number, got True"),
     "not a mapping": ([1], "expected a mapping of Workload fields"),
     "not finite": ({"max_ttft_s": float("inf")}, "expected a finite number"),
+    "another schema": ({"schema": 2}, "workload.schema: expected one of 1, got 2"),
 }
 
 
@@ -164,6 +165,13 @@ def test_paths_name_the_field() -> None:
 def test_broken_text(reader: Any, text: str) -> None:
     with pytest.raises(UserError, match="not valid"):
         reader(Plan, text)
+
+
+def test_yaml_is_read_strictly_too() -> None:
+    with pytest.raises(UserError, match="the key 'prompt_tokens' stands twice"):
+        from_yaml(Workload, "prompt_tokens: 3\noutput_tokens: 2\nprompt_tokens: 4\n")
+    assert from_yaml(Workload, "max_ttft_s: 3e-05\n").max_ttft_s == 3e-05
+    assert from_yaml(Workload, to_yaml(Workload("2e5"))).name == "2e5"
 
 
 def test_digest_sees_every_field_and_no_order() -> None:
