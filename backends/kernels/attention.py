@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.backends.kernels.step import Part, Plan, Step
+from plait.backends.kernels.step import Paging, Part, Step
 
 _EVEN_ROWS = 4
 """MKL adds up fewer than four rows, and those left over, in an order that depends on where they lie in memory."""
@@ -23,12 +23,12 @@ class Cache:
         self.pages = torch.zeros(2, pages, page_tokens, kv_heads, head_dim, dtype=dtype, device=device)
         self._k, self._v = self.pages.view(2, pages * page_tokens, kv_heads * head_dim).unbind(0)
 
-    def append(self, plan: Plan, k: Tensor, v: Tensor) -> None:
+    def append(self, paging: Paging, k: Tensor, v: Tensor) -> None:
         """Write this step's k and v (T, N * D)."""
-        if plan.fresh is not None:
-            self.pages.index_fill_(1, plan.fresh, 0)
-        self._k.index_copy_(0, plan.slots, k)
-        self._v.index_copy_(0, plan.slots, v)
+        if paging.fresh is not None:
+            self.pages.index_fill_(1, paging.fresh, 0)
+        self._k.index_copy_(0, paging.slots, k)
+        self._v.index_copy_(0, paging.slots, v)
 
     def gather(self, pages: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
         """Keys and values (S, L, N, D) of [S * P] pages."""
@@ -49,9 +49,9 @@ class Attention:
 
     def __call__(self, step: Step, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (T, H * D), k and v (T, N * D) -> (T, H * D)."""
-        plan = step.plan(self.window, q.dtype)
-        cache.append(plan, k, v)
-        parts = plan.parts
+        paging = step.paging(self.window, q.dtype)
+        cache.append(paging, k, v)
+        parts = paging.parts
         if parts[0].rows is None:
             return self._part(parts[0], cache, q, k, v)
         out = torch.empty_like(q)

@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Paging:
     """How one KV class is written and read in this step.
 
     Attributes:
@@ -56,7 +56,7 @@ class Step:
     def __init__(self, batch: Batch, device: torch.device, page_tokens: int) -> None:
         self._batch, self._device, self._page_tokens = batch, device, page_tokens
         self._tables: dict[tuple[Rope, int], tuple[Tensor, Tensor]] = {}
-        self._plans: dict[tuple[int | None, torch.dtype], Plan] = {}
+        self._pagings: dict[tuple[int | None, torch.dtype], Paging] = {}
         self.tokens = self._long(batch.tokens)
         count = len(batch.logit_rows)
         self.logit_rows = None if count == batch.token_count else self._long(batch.logit_rows)
@@ -72,14 +72,14 @@ class Step:
             self._tables[key] = first, second
         return self._tables[key]
 
-    def plan(self, window: int | None, dtype: torch.dtype) -> Plan:
+    def paging(self, window: int | None, dtype: torch.dtype) -> Paging:
         """Pages and masks of the KV class of `window`; masks in `dtype`."""
         key = window, dtype
-        if key not in self._plans:
-            self._plans[key] = self._plan(window, dtype)
-        return self._plans[key]
+        if key not in self._pagings:
+            self._pagings[key] = self._paging(window, dtype)
+        return self._pagings[key]
 
-    def _plan(self, window: int | None, dtype: torch.dtype) -> Plan:
+    def _paging(self, window: int | None, dtype: torch.dtype) -> Paging:
         batch, page_tokens = self._batch, self._page_tokens
         table = batch.page_tables[kv_class(window)]
         lens = np.diff(batch.query_starts)
@@ -91,7 +91,7 @@ class Step:
             earlier = (table[owner[i], : batch.positions[i] // page_tokens] for i in starts)
             starts = starts[[page[i] not in before for i, before in zip(starts, earlier, strict=True)]]
         fresh = page[starts]
-        return Plan(
+        return Paging(
             slots=self._long(page * page_tokens + slot),
             fresh=self._long(fresh) if len(fresh) else None,
             parts=(*self._decodes(table, lens, window, dtype), *self._chunks(table, lens, window, dtype)),
