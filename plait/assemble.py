@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +26,8 @@ from plait.spec import Device, Manifest, ManifestSlice, PlannedSlice, WeightRef,
 if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
 
-    from plait.api import Planned
+    from plait.api import Planned, Progress
     from plait.frontend.checkpoint import Checkpoint
-
-Progress = Callable[[str, int, int], None]
 
 OPTIONS = CompileOptions()
 
