@@ -15,6 +15,7 @@ from plait.spec import WeightRef
 
 MAX_RANK = 8
 MAX_DIM = 1 << 40
+"""More than any tensor or config has: beyond them a header is damaged, and products of dimensions stay harmless."""
 
 
 @dataclass(frozen=True)

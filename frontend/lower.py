@@ -18,6 +18,7 @@ from plait.ir import weights
 from plait.spec import WeightRef
 
 _COMPARE_BYTES = 1 << 24
+"""Read at a time: two tables of gigabytes are compared in little memory."""
 
 
 def lower(checkpoint: Checkpoint, dtype: str | None = None) -> ModuleOp:

@@ -23,6 +23,7 @@ HARMLESS = {
 }
 
 MAX_BLOCKS = 65536
+"""Far beyond any model: a damaged config must not build ops until memory ends."""
 
 
 def read_blocks(reader: ConfigReader) -> int:
