@@ -75,13 +75,13 @@ def save(
     return folder
 
 
-def reference_logits(folder: Path, ids: list[int]) -> NDArray[np.float32]:
-    """[len(ids), vocabulary] float32: the scores after every token, by transformers in float32."""
+def reference_logits(folder: Path, ids: list[int], dtype: str = "float32") -> NDArray[np.float32]:
+    """[len(ids), vocabulary] float32: the scores after every token, by transformers computing in `dtype`."""
     import torch
 
     with torch.no_grad():
-        logits = reference_model(folder)(torch.tensor([ids])).logits[0]
-    return np.asarray(logits.numpy(), np.float32)
+        logits = reference_model(folder).to(getattr(torch, dtype))(torch.tensor([ids])).logits[0]
+    return np.asarray(logits.float().numpy(), np.float32)
 
 
 def reference_model(folder: Path) -> Any:

@@ -112,6 +112,7 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
     for name, model in MODELS.items():
         yield f"model-{name}", _against_oracle(model, "pages4", MODEL_TOLERANCE)
     yield "refuses-unknown-attribute", _refuses_unknown_attribute
+    yield "slices-equal", _slices_equal
     if dtype != "float32":
         return
     for script in ("one", "long"):
@@ -120,7 +121,6 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
     yield "chunks-equal-one-shot", _chunks_equal_one_shot
     yield "pages-move", _pages_move
     yield "pages-hold-what-others-left", _dirty_pages
-    yield "slices-equal", _slices_equal
 
 
 def _against_oracle(

@@ -87,6 +87,24 @@ class Run:
 
 LOWERING: Lowering[Trace] = Lowering("jax")
 
+#: Bits of exponent and mantissa.
+_BITS = {"bfloat16": (8, 7), "float16": (5, 10)}
+
+
+def _rounded(y: Array, x: Array, dtype: str) -> Array:
+    """The float32 result y in the module's dtype, held as the operand x is: in that dtype, or in float32 on a CPU host.
+
+    A cast alone would not do: XLA drops a cast to 16 bits and back as needless where both stand in one program, and
+    then the bits depend on where the model is cut.
+    """
+    import jax
+
+    return y if dtype == "float32" else jax.lax.reduce_precision(y, *_BITS[dtype]).astype(x.dtype)
+
+
+def _sum(x: Array, y: Array, dtype: str) -> Array:
+    return _rounded(x.astype("float32") + y.astype("float32"), x, dtype)
+
 
 def _dot(x: Array, weight: Array) -> Array:
     """x (T, in) times weight (out, in) transposed, in full float32 where the operands are."""
@@ -110,30 +128,30 @@ def _embed(op: EmbedOp) -> Trace:
     return Trace(lambda run: run.weights[key][run.tokens], (key,))
 
 
-def _norm(x: Array, weight: Array, eps: float) -> Array:
+def _norm(x: Array, weight: Array, eps: float, dtype: str) -> Array:
     import jax
     import jax.numpy as jnp
 
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+    return _rounded(wide * scale * weight.astype(jnp.float32), x, dtype)
 
 
 @LOWERING.emits(RmsNormOp, "eps")
 def _rms_norm(op: RmsNormOp) -> Trace:
     key, eps = (weight_name(op, op.weight),), op.eps.value.data
-    operand_dtype(op, op.x)
-    return Trace(lambda run, x: _norm(x, run.weights[key], eps), (key,))
+    dtype = operand_dtype(op, op.x)
+    return Trace(lambda run, x: _norm(x, run.weights[key], eps, dtype), (key,))
 
 
 @LOWERING.emits(AddRmsNormOp, "eps")
 def _add_rms_norm(op: AddRmsNormOp) -> Trace:
     key, eps = (weight_name(op, op.weight),), op.eps.value.data
-    operand_dtype(op, op.x)
+    dtype = operand_dtype(op, op.x)
 
     def trace(run: Run, x: Array, y: Array) -> tuple[Array, Array]:
-        total = x + y
-        return total, _norm(total, run.weights[key], eps)
+        total = _sum(x, y, dtype)
+        return total, _norm(total, run.weights[key], eps, dtype)
 
     return Trace(trace, (key,))
 
@@ -141,16 +159,14 @@ def _add_rms_norm(op: AddRmsNormOp) -> Trace:
 @LOWERING.emits(LinearOp)
 def _linear(op: LinearOp) -> Trace:
     names, biases = [weight_name(op, op.weight)], [] if op.bias is None else [weight_name(op, op.bias)]
-    operand_dtype(op, op.x)
-    product, keys = _product(names, biases)
+    product, keys = _product(names, biases, operand_dtype(op, op.x))
     return Trace(product, keys)
 
 
 @LOWERING.emits(LinearsOp)
 def _linears(op: LinearsOp) -> Trace:
     names, biases = [weight_name(op, w) for w in op.weights], [weight_name(op, b) for b in op.biases]
-    operand_dtype(op, op.x)
-    product, keys = _product(names, biases)
+    product, keys = _product(names, biases, operand_dtype(op, op.x))
     widths = [kind.get_shape()[1] for kind in op.products.types]
     edges = list(accumulate(widths))[:-1]
 
@@ -162,12 +178,14 @@ def _linears(op: LinearsOp) -> Trace:
     return Trace(trace, keys)
 
 
-def _product(names: list[str], biases: list[str]) -> tuple[Callable[[Run, Array], Array], tuple[tuple[str, ...], ...]]:
+def _product(
+    names: list[str], biases: list[str], dtype: str
+) -> tuple[Callable[[Run, Array], Array], tuple[tuple[str, ...], ...]]:
     matrix, offset = tuple(names), tuple(biases)
 
     def trace(run: Run, x: Array) -> Array:
         y = _dot(x, run.weights[matrix])
-        return (y + run.weights[offset] if offset else y).astype(x.dtype)
+        return _rounded(y + run.weights[offset] if offset else y, x, dtype)
 
     return trace, (matrix, offset) if offset else (matrix,)
 
@@ -176,7 +194,7 @@ def _product(names: list[str], biases: list[str]) -> tuple[Callable[[Run, Array]
     RopeOp, "head_dim", "kind", "theta", "factor", "low_freq_factor", "high_freq_factor", "original_positions"
 )
 def _rope(op: RopeOp) -> Trace:
-    operand_dtype(op, op.x)
+    dtype = operand_dtype(op, op.x)
     rope, head_dim = op.rope, op.head_dim.value.data
     if rope.kind not in ROPE_KINDS:
         raise refuse(op, "kind", rope.kind, "implemented are " + ", ".join(ROPE_KINDS))
@@ -188,7 +206,7 @@ def _rope(op: RopeOp) -> Trace:
         cos, sin = (side[:, None, :] for side in run.tables[table])
         a, b = jnp.split(x.reshape(x.shape[0], -1, head_dim).astype(jnp.float32), 2, axis=-1)
         turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-        return turned.reshape(x.shape).astype(x.dtype)
+        return _rounded(turned.reshape(x.shape), x, dtype)
 
     return Trace(trace, table=table)
 
@@ -225,9 +243,9 @@ def _attention(op: AttentionOp) -> Trace:
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(visible[:, None, None], scores, _LOWEST)
-        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        weights = _rounded(jax.nn.softmax(scores, axis=-1), values, dtype)
         out = jnp.einsum("bngql,blnd->bqngd", weights, values, precision="highest", preferred_element_type="float32")
-        return out.reshape(q.shape).astype(q.dtype)
+        return _rounded(out.reshape(q.shape), q, dtype)
 
     return Trace(trace)
 
@@ -256,22 +274,22 @@ def _masks(run: Run, window: int | None) -> tuple[Array, Array]:
 
 @LOWERING.emits(SiluMulOp)
 def _silu_mul(op: SiluMulOp) -> Trace:
-    operand_dtype(op, op.x)
+    dtype = operand_dtype(op, op.x)
 
     def trace(run: Run, gate: Array, up: Array) -> Array:
         import jax
         import jax.numpy as jnp
 
         wide = gate.astype(jnp.float32)
-        return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype)
+        return _rounded(wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32), gate, dtype)
 
     return Trace(trace)
 
 
 @LOWERING.emits(AddOp)
 def _add(op: AddOp) -> Trace:
-    operand_dtype(op, op.x)
-    return Trace(lambda run, x, y: x + y)
+    dtype = operand_dtype(op, op.x)
+    return Trace(lambda run, x, y: _sum(x, y, dtype))
 
 
 @LOWERING.emits(LogitsOp)

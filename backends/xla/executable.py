@@ -31,8 +31,8 @@ Pages = list[tuple[jax.Array, jax.Array]]
 class XlaSlice:
     """`plait.backends.base.Executable` in JAX. Each grid (see `buckets`) is one call of one jitted program.
 
-    On a CPU host everything is computed in float32 whatever the dtype of the module, since XLA emulates 16-bit
-    products there, several times slower; boundary tensors are rounded to the module's dtype all the same.
+    On a CPU host arrays are float32 whatever the dtype of the module, since XLA emulates 16-bit products there, several
+    times slower; what an op returns is rounded to the module's dtype all the same (`emit._rounded`).
     """
 
     def __init__(self, folder: Path, runs_on: str, options: LoadOptions) -> None:

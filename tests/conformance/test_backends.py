@@ -24,7 +24,7 @@ def test_every_backend_is_held_to_the_suite() -> None:
 
 
 def _is_slow(name: str, case: Case) -> bool:
-    """What repeats another run on a host: cuda and rocm share cpu's code, and xla computes 16 bits in float32."""
+    """What repeats another run on a host: cuda and rocm share cpu's code, and xla multiplies 16 bits in float32."""
     return name != "cpu" and case.dtype != "float32" and not case.name.startswith("op-")
 
 
