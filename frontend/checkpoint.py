@@ -13,6 +13,7 @@ from typing import Any
 from plait.errors import CheckpointError, UsageError
 from plait.frontend import safetensors
 from plait.frontend.config import DecoderConfig
+from plait.frontend.config_reader import token_ids
 from plait.frontend.families import read_config
 from plait.frontend.files import TensorFiles, parse_json, read_json, read_text
 from plait.frontend.locate import INDEX_SUFFIX, find, index_of
@@ -179,7 +180,7 @@ def _checkpoint(path: Path, config_folder: Path, config: DecoderConfig, tensors:
         tokenizer_config=tokenizer_config,
         generation=generation,
         bos_token_id=config.bos_token_id if config.bos_token_id is not None else next(iter(named("bos_token")), None),
-        eos_token_ids=_token_ids(generation.get("eos_token_id"), generation_file)
+        eos_token_ids=token_ids(generation.get("eos_token_id"), f"{generation_file}: 'eos_token_id'")
         or config.eos_token_ids
         or named("eos_token"),
     )
@@ -201,13 +202,6 @@ def _default_template(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _token_ids(value: Any, source: Path | None) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(item) is int and item >= 0 for item in ids):
-        raise CheckpointError("config-type", f"{source}: {value!r:.100} are no token ids")
-    return tuple(ids)
-
-
 def _named_token(value: Any, tokenizer: Path | None) -> tuple[int, ...]:
     """The id of a special token that tokenizer_config.json names, for configs that give no id."""
     name = value.get("content") if isinstance(value, dict) else value
@@ -215,7 +209,8 @@ def _named_token(value: Any, tokenizer: Path | None) -> tuple[int, ...]:
         return ()
     added = read_json(tokenizer).get("added_tokens")
     entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
-    return _token_ids([entry.get("id") for entry in entries if entry.get("content") == name], tokenizer)
+    ids = [entry.get("id") for entry in entries if entry.get("content") == name]
+    return token_ids(ids, f"{tokenizer}: the id of {name!r}")
 
 
 def _stored_dtype(path: Path, tensors: TensorFiles | None) -> str:

@@ -15,7 +15,7 @@ from plait.frontend.files import MAX_DIM, some
 
 T = TypeVar("T", int, float, bool, str)
 
-_GENERATION = "chooses tokens, not logits; generation_config.json is where plait reads it"
+_GENERATION = "chooses tokens, not logits; whoever sends a prompt says how"
 _TRAINING = "used in training only"
 _BOOKKEEPING = "says where the file comes from or how it was saved"
 _OUTPUT = "chooses what transformers returns"
@@ -117,11 +117,7 @@ class ConfigReader:
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id, a list of them, or none."""
-        value = self.raw(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(type(item) is int and item >= 0 for item in ids):
-            raise self.error("config-type", f"{key!r} is {value!r:.100}, expected token ids")
-        return tuple(dict.fromkeys(ids))
+        return token_ids(self.raw(key), f"{self.source}: {key!r}")
 
     def finish(self) -> None:
         """Refuse values that are not implemented and keys that nobody understands."""
@@ -163,6 +159,14 @@ class ConfigReader:
         if not 1 <= value <= MAX_DIM:
             raise self.error("config-value", f"{key!r} is {value}, expected a positive number")
         return value
+
+
+def token_ids(value: Any, what: str) -> tuple[int, ...]:
+    """One id, a list of them, or none. Raises CheckpointError `config-type`, naming `what`."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(item) is int and item >= 0 for item in ids):
+        raise CheckpointError("config-type", f"{what} is {value!r:.100}, expected token ids")
+    return tuple(dict.fromkeys(ids))
 
 
 def _finite(value: float) -> bool:
