@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from plait.cost_models.profile import ModelProfile
+from plait.cost_models.profile import ModelProfile, UnitFacts
 from plait.cost_models.tables import Floats, slice_maxima, slice_sums
 from plait.spec import Device, MemoryEstimate, Workload
 
@@ -139,17 +139,15 @@ class MemoryModel:
 
     def _request_kv(self, tokens: int, *, full: bool = True) -> list[float]:
         """Bytes of one request's KV in every unit; only the rings where `full` is off."""
-        cache: dict[int, float] = {}
-        out = []
-        for unit in self.profile.units:
-            key = id(unit.facts)
-            if key not in cache:
-                cache[key] = float(
-                    sum(
-                        kv.pages(tokens, self.page_tokens, self.max_step_tokens) * self.page_tokens * kv.bytes_per_token
-                        for kv in unit.facts.kv
-                        if full or kv.window is not None
-                    )
+
+        def held(facts: UnitFacts) -> float:
+            return float(
+                sum(
+                    kv.pages(tokens, self.page_tokens, self.max_step_tokens) * self.page_tokens * kv.bytes_per_token
+                    for kv in facts.kv
+                    if full or kv.window is not None
                 )
-            out.append(cache[key])
-        return out
+            )
+
+        by_kind = {facts: held(facts) for facts in {unit.facts for unit in self.profile.units}}
+        return [by_kind[unit.facts] for unit in self.profile.units]

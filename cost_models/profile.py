@@ -80,8 +80,6 @@ class ModelProfile:
 
     model: str
     dtype: str
-    hidden: int
-    vocabulary: int
     embed: Unit
     blocks: tuple[Unit, ...]
     head: Unit
@@ -120,14 +118,11 @@ def profile(module: ModuleOp, max_positions: int | None = None) -> ModelProfile:
     logits = next(op for op in members[-1] if isinstance(op, LogitsOp))
     matrix = logits.weight.type
     assert isinstance(matrix, TensorType)
-    vocabulary, hidden = matrix.get_shape()
     name = module.attributes["plait.model"]
     assert isinstance(name, StringAttr)
     return ModelProfile(
         model=name.data,
         dtype=dtype_name(matrix.element_type),
-        hidden=hidden,
-        vocabulary=vocabulary,
         embed=units[0],
         blocks=tuple(units[1:-1]),
         head=units[-1],
@@ -139,12 +134,12 @@ def profile(module: ModuleOp, max_positions: int | None = None) -> ModelProfile:
 
 def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProfile:
     """The same model in another dtype, for memory questions only: sizes change by `ratio`, costs do not."""
-    shared: dict[int, UnitFacts] = {}
+    shared: dict[UnitFacts, UnitFacts] = {}
 
     def scaled(unit: Unit) -> Unit:
-        facts = shared.get(id(unit.facts))
+        facts = shared.get(unit.facts)
         if facts is None:
-            facts = shared[id(unit.facts)] = replace(
+            facts = shared[unit.facts] = replace(
                 unit.facts,
                 kv=tuple(replace(kv, dtype_bytes=int(kv.dtype_bytes * ratio)) for kv in unit.facts.kv),
                 activation_bytes_per_token=int(unit.facts.activation_bytes_per_token * ratio),

@@ -72,7 +72,7 @@ def check(problem: Problem) -> None:
     """
     _check_workload(problem)
     for name in problem.allowed or ():
-        device_by_id(problem, name, "--devices")
+        device_by_id(problem, name, "allowed")
     if not problem.devices:
         raise PlanError("plan-device", "no device is left to plan on", hint="name at least one target")
     for device in problem.devices:

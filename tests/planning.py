@@ -42,8 +42,6 @@ def toy(
     return ModelProfile(
         model="toy",
         dtype="float32",
-        hidden=2,
-        vocabulary=4,
         embed=unit("embed", embed_bytes),
         blocks=tuple(unit(f"b{i}", size, kv) for i, (size, kv) in enumerate(zip(block_bytes, kvs, strict=True))),
         head=unit("embed" if tied else "head", embed_bytes if tied else head_bytes),
