@@ -20,18 +20,21 @@ from plait.backends.conformance.models import (
     DEEP,
     MODELS,
     OPS,
+    VOCABULARY,
     Build,
     attention,
     random_weights,
     write_slice,
 )
 from plait.backends.conformance.script import SCRIPTS, Player, Script, Turn
+from plait.backends.weights import DTYPES
 from plait.errors import UnsupportedError
 from plait.ir import block_count, kv_classes, signature
 from plait.ir.module import ops
 from plait.ir.ops import BatchFacts, WeightOp
 from plait.ir.oracle import Oracle, round_to
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
+from plait.spec import kv_class
 
 Array = NDArray[Any]
 
@@ -138,7 +141,7 @@ def _against_oracle(
                 assert set(got) == set(want), f"outputs are {sorted(got)}, not {sorted(want)}"
                 for name, expected in want.items():
                     wide = "float32" if name == "logits" else dtype
-                    assert got[name].dtype == _numpy(wide), f"{name} is {got[name].dtype}, not {wide}"
+                    assert got[name].dtype == DTYPES[wide], f"{name} is {got[name].dtype}, not {wide}"
                     bench.close_enough(f"{name} of step {index}", got[name], expected, tolerance[dtype])
 
     return check
@@ -204,7 +207,7 @@ def _chunks_equal_one_shot(bench: Bench, dtype: str) -> None:
     }
     found = {}
     for name, turns in ways.items():
-        player = Player(Script(turns, 4), kv_classes(module), 61)
+        player = Player(Script(turns, 4), kv_classes(module), VOCABULARY)
         with closing(bench.load(module, player, name)) as executable:
             steps = [executable.step(player.batches(turn)[0], {})["logits"] for turn in turns]
         found[name] = np.concatenate(steps)
@@ -217,7 +220,7 @@ def _pages_move(bench: Bench, dtype: str) -> None:
     run_passes(module, SLICE_PIPELINE)
     before, after = Turn({0: 21, 1: 6}), Turn({0: 1, 1: 2}, "all")
     script = Script((before, after), 4)
-    player = Player(script, kv_classes(module), 61)
+    player = Player(script, kv_classes(module), VOCABULARY)
     with closing(bench.load(module, player, "from")) as source:
         source.step(player.batches(before)[0], {})
         old = player.physical("full", 0).copy()
@@ -230,7 +233,7 @@ def _pages_move(bench: Bench, dtype: str) -> None:
     for layout, (k, v) in zip(source.kv_layouts, moved, strict=True):
         shape = (len(old), script.page_tokens, layout.kv_heads, layout.head_dim)
         assert k.shape == v.shape == shape, f"exported pages are {k.shape}, not {shape}"
-        assert k.dtype == v.dtype == _numpy(layout.dtype), f"exported pages are {k.dtype}, not {layout.dtype}"
+        assert k.dtype == v.dtype == DTYPES[layout.dtype], f"exported pages are {k.dtype}, not {layout.dtype}"
     with closing(bench.load(module, player, "to")) as sink:
         table = batch.page_tables["full"].copy()
         # Sequence 0 goes to other pages: those of sequence 1 change places with it.
@@ -251,10 +254,10 @@ def _dirty_pages(bench: Bench, dtype: str) -> None:
     run_passes(module, SLICE_PIPELINE)
     with closing(bench.load(module, oracle.player)) as executable:
         for layer, layout in enumerate(executable.kv_layouts):
-            name = "full" if layout.window is None else f"window{layout.window}"
+            name = kv_class(layout.window)
             pages = np.arange(oracle.player.pages[name], dtype=np.int32)
             shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
-            rubbish = np.full(shape, np.inf, _numpy(layout.dtype))
+            rubbish = np.full(shape, np.inf, DTYPES[layout.dtype])
             executable.import_pages(layer, pages, rubbish, rubbish)
         for turn in oracle.player.script.turns:
             batch, want = oracle.step(turn)
@@ -270,7 +273,7 @@ def _slices_equal(bench: Bench, dtype: str) -> None:
     for parts in (1, 2, 3, 7):
         edges = np.linspace(0, count, parts + 1).astype(int).tolist()
         modules = slice_modules(whole, list(pairwise(edges)))
-        player = Player(SCRIPTS["short"], kv_classes(whole), 61)
+        player = Player(SCRIPTS["short"], kv_classes(whole), VOCABULARY)
         loaded = []
         for index, module in enumerate(modules):
             run_passes(module, SLICE_PIPELINE)
@@ -294,9 +297,3 @@ def _element(module: ModuleOp) -> Any:
     kind = next(op for op in ops(module) if isinstance(op, WeightOp)).result.type
     assert isinstance(kind, TensorType)
     return kind.element_type
-
-
-def _numpy(dtype: str) -> np.dtype[Any]:
-    from plait.backends.weights import DTYPES
-
-    return DTYPES[dtype]

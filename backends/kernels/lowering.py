@@ -14,7 +14,8 @@ from xdsl.ir import Attribute, Operation, SSAValue
 
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
 from plait.ir.module import ops, weights
-from plait.ir.ops import PlaitOp, WeightOp
+from plait.ir.ops import PlaitOp, RopeOp, WeightOp
+from plait.ir.rope import ROPE_PARAMETERS, Rope
 from plait.ir.types import DTYPES, dtype_name
 from plait.spec import Support, WeightRef
 
@@ -98,6 +99,13 @@ def weight_name(op: Operation, value: SSAValue) -> str:
     if not isinstance(value.owner, WeightOp):
         raise refuse(op, "weight", value.type, "only tensors of the checkpoint are implemented as weights")
     return value.owner.symbol.data
+
+
+def rope_of(op: RopeOp) -> Rope:
+    """The rotary parameters. Raises UnsupportedError for a kind that `plait.ir.rope` makes no tables of."""
+    if op.kind.data not in ROPE_PARAMETERS:
+        raise refuse(op, "kind", op.kind.data, "implemented are " + ", ".join(ROPE_PARAMETERS))
+    return op.rope
 
 
 def check_weights(module: ModuleOp, refs: Mapping[str, WeightRef]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from xdsl.ir import SSAValue
 
 from plait.backends.kernels.attention import Attention, Cache
-from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, weight_name
+from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, rope_of, weight_name
 from plait.backends.kernels.matmul import product, wide_product
 from plait.backends.kernels.step import Step
 from plait.ir.ops import (
@@ -53,9 +53,6 @@ class Slice(Protocol):
 
 
 Bind = Callable[[Slice], Kernel]
-
-#: Kinds of rotary tables that `plait.ir.rope` computes for us.
-ROPE_KINDS = ("default", "linear", "llama3")
 
 LOWERING: Lowering[Bind] = Lowering("torch")
 
@@ -151,9 +148,7 @@ def _linears(op: LinearsOp) -> Bind:
 )
 def _rope(op: RopeOp) -> Bind:
     operand_dtype(op, op.x)
-    rope, head_dim = op.rope, op.head_dim.value.data
-    if rope.kind not in ROPE_KINDS:
-        raise refuse(op, "kind", rope.kind, "implemented are " + ", ".join(ROPE_KINDS))
+    rope, head_dim = rope_of(op), op.head_dim.value.data
 
     def run(step: Step, x: Tensor) -> Tensor:
         cos, sin = step.rope(rope, head_dim)

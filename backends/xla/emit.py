@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from xdsl.ir import SSAValue
 
-from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, weight_name
+from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, rope_of, weight_name
 from plait.ir.ops import (
     AddOp,
     AddRmsNormOp,
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 #: The score of a key that is not seen. Finite, so that a padded query, which sees none, gives zeros and not NaN.
 _LOWEST = -3e38
-
-#: Kinds of rotary tables that `plait.ir.rope` computes for us.
-ROPE_KINDS = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
@@ -195,10 +192,8 @@ def _product(
 )
 def _rope(op: RopeOp) -> Trace:
     dtype = operand_dtype(op, op.x)
-    rope, head_dim = op.rope, op.head_dim.value.data
-    if rope.kind not in ROPE_KINDS:
-        raise refuse(op, "kind", rope.kind, "implemented are " + ", ".join(ROPE_KINDS))
-    table = RopeTable(rope, head_dim)
+    head_dim = op.head_dim.value.data
+    table = RopeTable(rope_of(op), head_dim)
 
     def trace(run: Run, x: Array) -> Array:
         import jax.numpy as jnp

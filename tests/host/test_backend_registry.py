@@ -7,10 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from xdsl.dialects.builtin import StringAttr
 
 from plait import registry
 from plait.backends.base import Backend
+from plait.backends.conformance.models import MODELS
 from plait.errors import MissingDependencyError, UnsupportedError, UsageError
+from plait.ir import ops
+from plait.ir.ops import RopeOp
 from plait.registry import backend_names, entry, load_backend
 
 
@@ -83,3 +87,13 @@ def test_emulation_is_said(name: str, target: str, environment: str) -> None:
 def test_the_host_is_itself() -> None:
     capability = load_backend("cpu").capability("cpu")
     assert (capability.runs_on, capability.emulated) == ("cpu", False)
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "cpu:cpu", "xla:tpu-v5e"])
+def test_a_rope_kind_without_tables_is_refused(target: str) -> None:
+    module = MODELS["gqa"]("float32")
+    rope = next(op for op in ops(module) if isinstance(op, RopeOp))
+    rope.properties["kind"] = StringAttr("yarn")
+    answer = load_backend(target.partition(":")[0]).supports(rope, target)
+    assert not answer.ok
+    assert answer.why.startswith("kind = yarn: implemented are default")
