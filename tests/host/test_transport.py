@@ -174,6 +174,14 @@ def test_a_shape_that_contradicts_its_bytes_names_both_sizes() -> None:
         received(data)
 
 
+def test_a_payload_that_is_not_the_sum_of_its_tensors_names_both_sizes() -> None:
+    data = message()
+    (payload,) = struct.unpack_from("<Q", data, 16)
+    struct.pack_into("<Q", data, 16, payload + 64)
+    with pytest.raises(WorkerError, match=f"payload of {payload} bytes, but {payload + 64} bytes came"):
+        received(data + bytes(64))
+
+
 def test_another_version_and_other_bytes_are_refused() -> None:
     data = message()
     struct.pack_into("<H", data, 4, frames.VERSION + 1)
