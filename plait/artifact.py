@@ -61,12 +61,14 @@ def writing(target: Path) -> Iterator[None]:
 def staged(target: Path) -> Iterator[Path]:
     """A temporary directory that takes the place of `target` when the block ends well, and vanishes when it does not.
 
+    A link stays: the directory that it names is replaced.
+
     Raises:
-        UserError: `output-exists`: the target is there and is not an artifact; it is left alone. `output-unwritable`.
+        UserError: `output-exists`: the target is there and is not an artifact, or holds something else too; it is left
+            alone. `output-unwritable`.
     """
-    target = target.absolute()
-    if target.exists() and not (target.is_dir() and ((target / MANIFEST).is_file() or not any(target.iterdir()))):
-        raise UserError("output-exists", f"{target} exists and is not an artifact", hint="choose another -o/--output")
+    target = target.resolve()
+    _check_replaceable(target)
     new_parents = [parent for parent in target.parents if not parent.exists()]
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,9 +78,7 @@ def staged(target: Path) -> Iterator[Path]:
         with writing(target):
             yield folder
             folder.chmod(0o755)
-            if target.exists():
-                target.rename(old)
-            folder.rename(target)
+            _swap(folder, target, old)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -87,13 +87,47 @@ def staged(target: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
+def _swap(folder: Path, target: Path, old: Path) -> None:
+    """Put `folder` in the place of `target`, which moves to `old`; on any failure `target` is what it was."""
+    try:
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+
+
+def _check_replaceable(target: Path) -> None:
+    """Only what compile wrote may be replaced: a `manifest.json` alone makes no artifact, and notes in one are yours."""
+    hint = "choose another -o/--output"
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    try:
+        manifest = json.loads((target / MANIFEST).read_bytes())
+        written = manifest["files"].keys() if "format_version" in manifest else None
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        written = None
+    if written is None:
+        raise UserError("output-exists", f"{target} exists and is not an artifact", hint=hint)
+    if foreign := sorted(_present(target) - written):
+        raise UserError(
+            "output-exists",
+            f"{target} is an artifact and holds {foreign[0]}",
+            why="compile did not write it, and would remove it",
+            hint=hint,
+        )
+
+
+def _present(folder: Path) -> set[str]:
+    """Every file of an artifact but its manifest."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
+
+
 def seal(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` with the digest of every file in the folder."""
-    files = {
-        path.relative_to(folder).as_posix(): sha256(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
-    }
+    files = {name: sha256(folder / name) for name in sorted(_present(folder))}
     (folder / MANIFEST).write_text(to_json(replace(manifest, files=files)) + "\n")
 
 
@@ -111,7 +145,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Artifact:
         )
     try:
         data = json.loads((folder / MANIFEST).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+    except (ValueError, RecursionError) as err:
         raise ArtifactError("manifest", f"{folder / MANIFEST} is not valid JSON", why=str(err)) from err
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, int) or not OLDEST_FORMAT <= version <= FORMAT_VERSION:
@@ -127,7 +161,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Artifact:
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST}
+    present = _present(folder)
     problems = [f"{name} is missing" for name in sorted(manifest.files.keys() - present)]
     problems += [f"{name} is not part of it" for name in sorted(present - manifest.files.keys())]
     problems += [
@@ -139,7 +173,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         raise ArtifactError(
             "artifact-changed",
             f"{folder} is not what compile wrote: " + "; ".join(problems[:5]),
-            why=f"{len(problems)} files differ from the digests in {MANIFEST}",
+            why=f"{len(problems)} in all, by the digests in {MANIFEST}",
             hint="compile again; to run an edited plan: plait compile MODEL --plan plan.yaml",
         )
 

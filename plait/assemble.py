@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from plait import artifact as artifacts
 from plait.backends.base import CompileOptions
-from plait.backends.targets import label
 from plait.backends.weights import weights_json
 from plait.errors import CheckpointError, UserError
 from plait.frontend.tokenizer import Tokenizer, tokenizer_text
@@ -56,6 +55,7 @@ def assemble(
         UnsupportedError: a backend refuses an op.
     """
     checkpoint, plan = planned.checkpoint, planned.plan
+    output = output.resolve()  # the way from it to the weights leads through real folders, not through links
     if checkpoint.weights is None:
         raise CheckpointError(
             "no-weights",
@@ -85,7 +85,7 @@ def assemble(
         if not embed_weights:
             root = _root(planned)
             files = {os.path.relpath(path, root): facts for path, facts in checkpoint.files.items()}
-            manifest = replace(manifest, weight_root=os.path.relpath(root, output.absolute()), weights=files)
+            manifest = replace(manifest, weight_root=os.path.relpath(root, output), weights=files)
         (folder / "report.html").write_text(render_report(plan, manifest))
         artifacts.seal(folder, manifest)
     return artifacts.read_artifact(output)
@@ -124,7 +124,8 @@ def _compile(
         root = _root(planned)
         needed = [replace(ref, file=os.path.relpath(ref.file, root)) for ref in needed]
     (here / "weights.json").write_text(weights_json(needed))
-    runs_on = label(device.name, capability.emulated)
+    # The backend says it of the architecture (`sm_90a (emulated on host)`); tables call the device by its name.
+    runs_on = capability.runs_on.replace(device.arch, device.name, 1)
     report = {"device": device.name, "target": target, "runs_on": runs_on, **compiled.report}
     (here / "report.json").write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
     for name, data in compiled.files.items():

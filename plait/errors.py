@@ -6,8 +6,11 @@ of the command line hang on the class: 64 for usage, 2 for a request that cannot
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 
 class PlaitError(Exception):
@@ -36,6 +39,16 @@ class PlaitError(Exception):
 
     def to_dict(self) -> dict[str, str]:
         return {"code": self.code, "what": self.what, "why": self.why, "try": self.hint}
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Copies and pickles keep every field; a process pool hands errors on that way."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+    def again(self) -> Self:
+        """The same error to raise once more. One instance that many callers raise collects all their tracebacks."""
+        fresh = copy.copy(self)
+        fresh.__cause__ = self.__cause__
+        return fresh
 
 
 class UserError(PlaitError, ValueError):
@@ -88,6 +101,41 @@ class WorkerError(PlaitError):
 
 class MissingDependencyError(UserError):
     """An optional wheel is not installed; the hint is the `pip install` line."""
+
+
+#: What the system refuses for want of something that the user can give, and what that is.
+_REFUSALS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "write to another file system",
+    errno.EROFS: "write to another folder",
+    errno.EACCES: "look at the permissions",
+    errno.EPERM: "look at the permissions",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 1024",
+    errno.ENFILE: "close other programs",
+    errno.ENOMEM: "close other programs, or use a smaller model",
+    errno.EAGAIN: "raise the limit of processes: ulimit -u",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EIO: "look at the disk",
+}
+
+
+def system_error(error: OSError | MemoryError) -> UserError | None:
+    """What the user is told where the system refused something; None where it is no such refusal but a fault."""
+    if isinstance(error, MemoryError):
+        number, why = errno.ENOMEM, "the memory of this host is used up"
+    else:
+        number, why = error.errno or 0, error.strerror or str(error)
+    if number not in _REFUSALS:
+        return None
+    where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    return UserError("system", f"the system refused to go on{where}", why=why, hint=_REFUSALS[number])
+
+
+def _restored(kind: type[PlaitError], args: tuple[Any, ...], fields: dict[str, Any]) -> PlaitError:
+    made = kind.__new__(kind, *args)
+    made.__dict__.update(fields)
+    return made
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

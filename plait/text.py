@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
@@ -35,7 +36,7 @@ class Pipeline:
         self._artifact, self._pipeline = artifact, pipeline
         self._tokenizer: Tokenizer | None = None
         # A pipeline that is forgotten ends like one that is closed.
-        self._finalizer = weakref.finalize(self, _end, pipeline, on_close)
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), pipeline, on_close)
 
     @classmethod
     def open(
@@ -57,7 +58,8 @@ class Pipeline:
         """
         artifact = path if isinstance(path, artifacts.Artifact) else artifacts.read_artifact(path)
         if weights is not None:
-            moved = replace(artifact.manifest, weight_root=os.path.relpath(weights, artifact.folder))
+            root = os.path.relpath(Path(weights).resolve(), artifact.folder.resolve())
+            moved = replace(artifact.manifest, weight_root=root)
             artifact = replace(artifact, manifest=moved)
         artifacts.check_weights(artifact)
         return cls(artifact, TokenPipeline.open(artifact.manifest, artifact.folder, **options), on_close)
@@ -94,13 +96,14 @@ class Pipeline:
     @overload
     def generate(self, prompts: Sequence[str] | Sequence[Ids], max_tokens: int = ..., **sampling: Any) -> list[str]: ...
     @overload
-    def generate(self, prompts: Ids, max_tokens: int = ..., **sampling: Any) -> str: ...
+    def generate(self, prompts: Ids | Sequence[Message], max_tokens: int = ..., **sampling: Any) -> str: ...
 
     def generate(self, prompts: Any, max_tokens: int = 64, *, chat: bool = False, **sampling: Any) -> str | list[str]:
         """Continue a prompt, or several at once.
 
         Args:
-            prompts: a string, token ids, or a list of either: a string in gives a string, a list gives a list.
+            prompts: a string, token ids or the messages of a chat, or a list of strings or token ids, run together:
+                one prompt in gives a string, a list gives a list.
             max_tokens: the most new tokens per prompt; generation ends before at an end-of-text token.
             chat: put each string into the model's chat template as one user message first.
             sampling: `temperature`, `top_k`, `top_p`, `seed`; greedy without them.
@@ -108,8 +111,9 @@ class Pipeline:
         Returns:
             The new text, without the prompt and without special tokens.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        batch = [prompts] if single else list(prompts)
+        whole = list(_listed(prompts))
+        single = isinstance(prompts, str) or (len(whole) > 0 and isinstance(whole[0], Integral | Mapping))
+        batch = [prompts] if single else whole
         ids = self.generate_ids([self.encode(prompt, chat=chat) for prompt in batch], max_tokens, **sampling)
         texts = [self.tokenizer.decode(new) for new in ids]
         return texts[0] if single else texts
@@ -122,9 +126,12 @@ class Pipeline:
     def stream(
         self, prompt: str | Ids | Sequence[Message], max_tokens: int = 64, *, chat: bool = False, **sampling: Any
     ) -> Iterator[str]:
-        """Yield text as it comes. Stopping the iteration cancels the request."""
+        """Yield text as it comes. Stopping the iteration cancels the request, and so does forgetting the iterator."""
         request = self._pipeline.submit(self.encode(prompt, chat=chat), _params(sampling), max_tokens=max_tokens)
-        return self._pieces(request)
+        pieces = self._pieces(request)
+        # A generator that was never begun does not come to its `finally`.
+        weakref.finalize(pieces, request.cancel).atexit = False
+        return pieces
 
     def _pieces(self, request: Request) -> Iterator[str]:
         decoder = self.tokenizer.stream()
@@ -145,9 +152,10 @@ class Pipeline:
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, str):
             return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        if len(prompt) and all(isinstance(item, Mapping) for item in prompt):
-            return self.tokenizer.encode_chat(cast(Sequence[Message], prompt))
-        return list(cast(Ids, prompt))
+        items = list(_listed(prompt))
+        if items and all(isinstance(item, Mapping) for item in items):
+            return self.tokenizer.encode_chat(cast(list[Message], items))
+        return cast(list[int], items)
 
     def logits(self, ids: Ids, chunk: int | None = None) -> Array:
         """float32 [len(ids), vocabulary]: the scores after every token of `ids`, in steps of at most `chunk` tokens."""
@@ -170,10 +178,23 @@ class Pipeline:
         self.close()
 
 
-def _end(pipeline: TokenPipeline, on_close: Callable[[], None] | None) -> None:
+def _end(owner: int, pipeline: TokenPipeline, on_close: Callable[[], None] | None) -> None:
+    if os.getpid() != owner:
+        return  # a fork's copy: workers and artifact are still in use
     pipeline.close()
     if on_close is not None:
         on_close()
+
+
+def _listed(prompt: Any) -> Iterable[Any]:
+    """A prompt that is a string or a list of something. Bytes are whole numbers too, but hardly meant as token ids."""
+    if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+        raise UsageError(
+            "prompt-type",
+            f"a prompt of type {type(prompt).__name__} cannot be read",
+            why="it is a string, token ids or the messages of a chat",
+        )
+    return prompt
 
 
 def _params(sampling: Mapping[str, Any]) -> SamplingParams:

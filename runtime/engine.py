@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from plait.errors import PlaitError, WorkerError
+from plait.errors import PlaitError, UsageError, WorkerError, system_error
 from plait.runtime.board import BUSY_NS, FINISHED, HOP_NS
 from plait.runtime.chain import Chain, Reply
 from plait.runtime.messages import SliceInfo
@@ -28,6 +29,7 @@ class Engine:
 
     def __init__(self, chain: Chain, scheduler: Scheduler, timeout_s: float) -> None:
         self._chain, self._scheduler, self._timeout_s = chain, scheduler, timeout_s
+        self._owner = os.getpid()
         self._lock = threading.RLock()  # a finalizer may call `close` while this thread holds it
         self._orders: deque[Callable[[], None]] = deque()  # run by the thread, between steps
         self._requests: dict[int, Request] = {}
@@ -51,20 +53,22 @@ class Engine:
             raise
         if self._error is not None:
             self._thread.join()
-            raise self._error
+            raise self._error.again()
 
     def submit(self, sequence: Sequence) -> Request:
         """Queue a sequence.
 
         Raises:
             UserError, FitError: it could never run (`Scheduler.check_fits`).
+            UsageError: `forked`.
             PlaitError: what ended the pipeline before.
         """
+        self._check_owner()
         self._scheduler.check_fits(sequence)
         request = Request(lambda: self._order(lambda: self._cancel(sequence)))
         with self._lock:
             if self._error is not None:
-                raise self._error
+                raise self._error.again()
             self._requests[sequence.id] = request
             self._counts["requests"] += 1
             self._counts["prompt_tokens"] += len(sequence.prompt)
@@ -97,13 +101,26 @@ class Engine:
         }
 
     def close(self) -> None:
-        """End the thread and every worker. Idempotent; safe in a finalizer and at interpreter exit."""
+        """End the thread and every worker. Idempotent; safe in a finalizer and at interpreter exit.
+
+        A forked child has a copy of this object and neither the thread nor the workers: there it does nothing."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._stopping = True
             if not self._ended:
                 self._chain.wake()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
+
+    def _check_owner(self) -> None:
+        """The thread did not come along into a forked child; whoever waited for it there would wait for ever."""
+        if os.getpid() != self._owner:
+            raise UsageError(
+                "forked",
+                f"the pipeline was opened by process {self._owner}, this is its fork {os.getpid()}",
+                hint="open the pipeline in the process that uses it",
+            )
 
     def _order(self, order: Callable[[], None]) -> None:
         """Have the thread run `order`, unless it has ended."""
@@ -114,6 +131,7 @@ class Engine:
 
     def _infos(self) -> list[SliceInfo]:
         """The counters of every slice, as they are now or, after the end, as they were at the start."""
+        self._check_owner()
         question = _Question()
         with self._lock:
             if self._ended:
@@ -134,7 +152,8 @@ class Engine:
         except PlaitError as err:
             error = err
         except BaseException as err:
-            error = WorkerError("driver-failed", f"the driver failed: {type(err).__name__}: {err}")
+            refused = system_error(err) if isinstance(err, OSError | MemoryError) else None
+            error = refused or WorkerError("driver-failed", f"the driver failed: {type(err).__name__}: {err}")
             error.__cause__ = err
         finally:
             self._end(error)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.errors import UsageError
+from plait.errors import UsageError, system_error
 
 _TAIL_BYTES = 2000
 
@@ -79,6 +79,7 @@ def start(
 
     Raises:
         UsageError: `interpreter`, when it cannot be run.
+        UserError: `system`, when the system has no process or file descriptor left.
     """
     output_fd = os.memfd_create("plait-output", os.MFD_CLOEXEC)
     try:
@@ -93,8 +94,17 @@ def start(
         )
     except OSError as err:
         os.close(output_fd)
+        if not isinstance(err, FileNotFoundError | PermissionError) and (refused := system_error(err)):
+            raise refused from err
         raise UsageError("interpreter", f"cannot start {python!r} for {label}", why=str(err)) from err
-    return Process(label, python, popen, os.pidfd_open(popen.pid), output_fd)
+    try:
+        pidfd = os.pidfd_open(popen.pid)
+    except OSError:
+        popen.kill()
+        popen.wait()
+        os.close(output_fd)
+        raise
+    return Process(label, python, popen, pidfd, output_fd)
 
 
 def _environment(python: str, threads: int | None) -> dict[str, str]:

@@ -28,6 +28,9 @@ TIMEOUT_S = 300.0
 """Default for one step. Long enough for a full prefill chunk of a large model emulated on few cores, compilation
 included. A worker that dies is noticed at once, whatever this is."""
 
+MAX_THREADS = 1024
+"""Of one worker. Numeric libraries do not refuse a number that they cannot stand: they crash."""
+
 START_TIMEOUT_S = 900.0
 """Default for loading: weights may come from a slow disk."""
 
@@ -127,8 +130,7 @@ class Pipeline:
             UserError, FitError: the request can never run; with the numbers.
             PlaitError: what ended the pipeline before.
         """
-        if max_tokens < 1:
-            raise UsageError("max-tokens", f"max_tokens is {max_tokens}", why="it must be 1 or more")
+        _check_count("max-tokens", "max_tokens", max_tokens)
         return self._engine.submit(
             scheduler.Sequence(
                 id=next(self._ids),
@@ -165,8 +167,8 @@ class Pipeline:
             chunk: most tokens in one step; None takes as many as a step holds. But for rounding, the result does not
                 depend on it.
         """
-        if chunk is not None and chunk < 1:
-            raise UsageError("chunk", f"chunk is {chunk}", why="it must be 1 or more")
+        if chunk is not None:
+            _check_count("chunk", "chunk", chunk)
         sequence = scheduler.Sequence(
             id=next(self._ids), prompt=self._prompt(token_ids), max_tokens=0, prompt_logits=True, chunk=chunk
         )
@@ -211,6 +213,12 @@ class Pipeline:
         return prompt
 
 
+def _check_count(code: str, name: str, value: int) -> None:
+    """A number that the scheduler counts with: one that is not whole would end the pipeline for everybody."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise UsageError(code, f"{name} is {value!r}", why="it must be a whole number, 1 or more")
+
+
 def _check_options(
     manifest: Manifest,
     in_flight: int | None,
@@ -221,7 +229,7 @@ def _check_options(
 ) -> None:
     rules = {
         "in_flight": (in_flight is None or in_flight >= 1, in_flight, "1 or more"),
-        "threads": (threads is None or threads >= 1, threads, "1 or more"),
+        "threads": (threads is None or 1 <= threads <= MAX_THREADS, threads, f"1 to {MAX_THREADS}"),
         "max_sequences": (
             max_sequences is None or 1 <= max_sequences <= manifest.max_sequences,
             max_sequences,

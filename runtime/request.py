@@ -71,7 +71,7 @@ class Request:
             yield from fresh
             given += len(fresh)
             if ended and error is not None:
-                raise error
+                raise error.again()
             if ended:
                 return
 
@@ -86,7 +86,7 @@ class Request:
             if not self._changed.wait_for(lambda: self.done, timeout_s):
                 raise TimeoutError(f"the request has not ended after {timeout_s:g} s")
             if self._error is not None:
-                raise self._error
+                raise self._error.again()
             assert self._finish is not None
             assert self._ended is not None
             return Result(

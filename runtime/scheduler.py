@@ -135,13 +135,13 @@ class Scheduler:
             FitError: `does-not-fit`, with needed and available pages.
         """
         asked = f"{len(sequence.prompt)} prompt + {sequence.max_tokens} new = {sequence.total_tokens} tokens"
+        left = self.max_positions - len(sequence.prompt)
         if sequence.total_tokens > self.max_positions:
             raise UserError(
                 "too-many-positions",
                 f"the request is longer than the model's {self.max_positions} positions",
                 why=asked,
-                hint=f"shorten the prompt, or ask for at most "
-                f"{max(self.max_positions - len(sequence.prompt), 0)} new tokens",
+                hint="shorten the prompt" + (f", or ask for at most {left} new tokens" if left > 0 else ""),
             )
         for name, pool in self.pages.pools.items():
             needed = pool.needed(sequence.total_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -128,20 +129,18 @@ class WorkerChain:
         self.board = np.array(self.board)  # lets go of the shared one, keeps the figures
 
     def _launch(self) -> None:
-        # Ends in the order of the chain: ours, then into and out of each worker, then ours.
-        ends = [sock for _ in range(len(self._setups) + 1) for sock in socket_pair()]
-        self._ends = [
-            Channel(ends[0], self._setups[0].label, timeout_s=self._timeout_s, debug=self._debug),
-            Channel(ends[-1], self._setups[-1].label),
-        ]
-        board_fd, self.board = boards.create(len(self._labels))
-        try:
+        with contextlib.ExitStack() as lent:  # what the workers inherit, closed here in the end
+            # Ends in the order of the chain: ours, then into and out of each worker, then ours.
+            ends = [lent.enter_context(sock) for _ in range(len(self._setups) + 1) for sock in socket_pair()]
+            first, last = (socket.socket(fileno=sock.detach()) for sock in (ends[0], ends[-1]))
+            self._ends = [
+                Channel(first, self._setups[0].label, timeout_s=self._timeout_s, debug=self._debug),
+                Channel(last, self._setups[-1].label),
+            ]
+            board_fd, self.board = boards.create(len(self._labels))
+            lent.callback(os.close, board_fd)
             for i in range(len(self._setups)):
                 self._start_worker(i, ends[2 * i + 1].fileno(), ends[2 * i + 2].fileno(), board_fd)
-        finally:
-            os.close(board_fd)
-            for sock in ends[1:-1]:
-                sock.close()
         self._selector.register(self._ends[1], selectors.EVENT_READ, ("result", 0))
 
     def _start_worker(self, i: int, upstream_fd: int, downstream_fd: int, board_fd: int) -> None:

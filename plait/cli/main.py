@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -61,9 +64,28 @@ def _root(
 
 def run() -> None:
     """The command `plait`."""
+    _open_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, _ended_by)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     app()
+
+
+def _open_streams() -> None:
+    """Give /dev/null to the standard streams that the shell closed (`>&-`): files would get their numbers."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
+
+
+def _ended_by(number: int, frame: FrameType | None) -> None:
+    """Leave like Ctrl-C does: half-written files go, workers end. The exit code is a shell's for this signal."""
+    raise SystemExit(128 + number)
 
 
 def run_compile() -> None:

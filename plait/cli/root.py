@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from plait.cli.screen import write_json
-from plait.errors import FitError, PlaitError, UsageError
+from plait.errors import FitError, PlaitError, UsageError, system_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,6 +63,8 @@ def run_safely(words: list[str], run: Callable[[], Any]) -> int:
         return _report(error, as_json, verbose)
     except ParserError as error:
         return _report(_usage(error), as_json, verbose)
+    except (OSError, MemoryError) as error:
+        return _report(system_error(error) or _fault(error), as_json, verbose)
     except Exception as error:
         return _report(_fault(error), as_json, verbose)
     return _exit_code(code)
@@ -73,9 +75,13 @@ def _exit_code(code: object) -> int:
 
 
 def _broken_pipe() -> int:
+    _give_up_output()
+    return BROKEN_PIPE
+
+
+def _give_up_output() -> None:
     # What is still in the buffer cannot be written either; without this Python complains when it exits.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE
 
 
 def _usage(error: Any) -> UsageError:
@@ -97,6 +103,15 @@ def _fault(error: Exception) -> PlaitError:
 
 
 def _report(error: PlaitError, as_json: bool, verbose: bool) -> int:
+    try:
+        _tell(error, as_json, verbose)
+        sys.stdout.flush()
+    except OSError:  # a full disk behind stdout or stderr: the exit code is all that is left to say
+        _give_up_output()
+    return error.exit_code
+
+
+def _tell(error: PlaitError, as_json: bool, verbose: bool) -> None:
     if as_json:
         rows = {"rows": list(error.rows)} if isinstance(error, FitError) else {}
         write_json({"error": {**error.to_dict(), "exit_code": error.exit_code, **rows}})
@@ -106,7 +121,6 @@ def _report(error: PlaitError, as_json: bool, verbose: bool) -> int:
         _show(console(stderr=True), error)
     if verbose:
         traceback.print_exception(error)
-    return error.exit_code
 
 
 def _show(screen: Console, error: PlaitError) -> None:

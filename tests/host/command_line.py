@@ -55,4 +55,5 @@ def plait(*words: str | Path, env: dict[str, str] | None = None) -> Result:
 def subprocess_plait(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """`plait WORDS`, in a process of its own."""
     command = [sys.executable, "-c", "from plait.cli.main import run; run()", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False} | options
+    return subprocess.run(command, **options)

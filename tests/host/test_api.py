@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +54,13 @@ def test_string_in_string_out_list_in_list_out_and_ids(model: Path) -> None:
         assert pipe.generate(np.array(pipe.encode("abc")), max_tokens=5) == one
         with pytest.raises(UsageError, match="264"):
             pipe.generate([264])
+        messages = [{"role": "user", "content": "abc"}]
+        assert pipe.generate(messages, max_tokens=5) == pipe.generate("abc", max_tokens=5, chat=True)
+        for strange in (b"abc", None, 5, {"role": "user", "content": "abc"}):
+            with pytest.raises(UsageError, match="a prompt of type"):
+                pipe.generate(strange)
+            with pytest.raises(UsageError, match="a prompt of type"):
+                pipe.stream(strange)
         for strange in ([5, 6.5], [5, "abc"], [5, {"role": "user", "content": "abc"}]):
             with pytest.raises(UsageError, match="is no token id"):
                 pipe.generate(strange)
@@ -73,6 +82,93 @@ def test_an_artifact_without_output_vanishes_when_its_pipeline_is_forgotten(mode
     del pipe
     gc.collect()
     assert not folder.exists()
+
+
+def test_a_stream_that_nobody_begins_is_cancelled(model: Path) -> None:
+    with plait.compile(model, "cpu", run={"threads": 1}) as pipe:
+        pieces = pipe.stream("abc", max_tokens=500)
+        began = next(pipe.stream("abc", max_tokens=500))
+        assert isinstance(began, str)
+        del pieces
+        gc.collect()
+        deadline = time.monotonic() + 5
+        while pipe.stats()["running"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        stats = pipe.stats()
+        assert (stats["running"], stats["waiting"]) == (0, 0)
+        assert stats["tokens"] < 1000
+
+
+def test_a_fork_leaves_the_artifact_to_its_owner(model: Path) -> None:
+    with plait.compile(model, "cpu", run={"threads": 1}) as pipe:
+        child = os.fork()
+        if not child:
+            pipe.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert pipe.plan.model == "tiny"
+        assert pipe.generate("abc", max_tokens=3)
+
+
+def test_only_what_compile_wrote_is_replaced(model: Path, tmp_path: Path) -> None:
+    made = plait.compile_artifact(model, "cpu", output=tmp_path / "m.plait").folder
+    assert plait.compile_artifact(model, "cpu", output=made).folder == made
+    (made / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds notes\.txt"):
+        plait.compile_artifact(model, "cpu", output=made)
+    assert (made / "notes.txt").read_text() == "mine"
+    site = tmp_path / "site"
+    for text in (
+        "{}",
+        '{"name": "a web site"}',
+        '{"files": ["index.html"], "format_version": 1}',
+        "[]",
+        "",
+        "[" * 9999,
+    ):
+        site.mkdir(exist_ok=True)
+        (site / "manifest.json").write_text(text)
+        (site / "index.html").write_text("mine")
+        with pytest.raises(UserError, match="is not an artifact"):
+            plait.compile_artifact(model, "cpu", output=site)
+        assert (site / "index.html").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.plait", "site"]
+
+
+@pytest.mark.parametrize("when", ["first", "second"])
+def test_an_artifact_that_cannot_be_replaced_stays(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    made = plait.compile_artifact(model, "cpu", output=tmp_path / "m.plait").folder
+    before = (made / "manifest.json").read_bytes()
+    real = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if (path == made) == (when == "first") and (path == made or (target == made and ".old" not in path.name)):
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plait.compile_artifact(model, "h100,mi300", layers=(1, 2), output=made)
+    assert (made / "manifest.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["m.plait"]
+
+
+def test_links_lead_to_the_artifact_and_to_the_weights(model: Path, tmp_path: Path) -> None:
+    """A link shortens the way up: `..` of the folder behind it is another folder than `..` of the link."""
+    deep = tmp_path / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(deep)
+    (tmp_path / "weights").symlink_to(model)
+    plait.compile_artifact(tmp_path / "weights", "cpu", output=tmp_path / "link" / "m.plait")
+    (tmp_path / "m.plait").symlink_to(deep / "m.plait")
+    for path in (deep / "m.plait", tmp_path / "link" / "m.plait", tmp_path / "m.plait"):
+        for weights in (None, tmp_path / "weights"):
+            plait.open(path, weights=weights, **LOCAL).close()
+    plait.compile_artifact(model, "h100", output=tmp_path / "m.plait")
+    assert (tmp_path / "m.plait").is_symlink()
+    assert read_artifact(deep / "m.plait").manifest.slices[0].device == "h100"
 
 
 def test_two_compiles_give_the_same_bytes(model: Path, tmp_path: Path) -> None:

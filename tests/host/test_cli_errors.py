@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -97,6 +99,29 @@ def test_an_unexpected_exception_is_our_fault(raising, words):
         assert json.loads(result.stdout)["error"]["code"] == "fault"
 
 
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_what_the_system_refuses_is_no_fault(raising, words):
+    raising(OSError(errno.ENOSPC, "No space left on device", "somewhere"))
+    result = plait(*PLAN, *words)
+    assert result.exit_code == 2 and "fault" not in result.output
+    assert "No space left on device" in (result.stdout if words else result.stderr)
+
+
+@pytest.mark.parametrize("words", [("devices",), ("devices", "--json"), ("--version",), ("devices", "h10", "--json")])
+def test_a_full_disk_behind_stdout(words):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess_plait(*words, stdout=full, capture_output=False, stderr=subprocess.PIPE)
+    assert done.returncode == (64 if "h10" in words else 2)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(closed):
+    code = "from plait.cli.main import run; run()"
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "{code}" devices h100 {closed}', sys.executable], timeout=60)
+    assert done.returncode == 0
+
+
 def test_verbose_shows_the_traceback(raising):
     raising(ZeroDivisionError("by nothing"))
     result = plait(*PLAN, "-v", "--json")
@@ -177,6 +202,23 @@ def test_a_signal_ends_the_process_with_130_and_without_words():
     )
     done = subprocess.run([sys.executable, "-c", code, *PLAN], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_command_cleans_up(number, tmp_path):
+    """What `timeout`, a closed terminal or a service manager sends."""
+    code = (
+        "import os, sys; from plait import api, artifact; from pathlib import Path; from plait.cli.main import run\n"
+        "def request(*_, **__):\n"
+        f"    with artifact.staged(Path({str(tmp_path / 'm.plait')!r})) as folder:\n"
+        "        (folder / 'half').write_text('x')\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "api.request = request\n"
+        "run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *PLAN], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("words", [("devices",), ("devices", "--json"), ("--help",)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -117,6 +118,39 @@ def test_a_chain_that_fails_to_close_keeps_nobody_waiting(tmp_path: Path, monkey
         request.result(5)
     pipe.close()
     assert seen == [ArithmeticError]
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "pidfd_open"])
+@pytest.mark.parametrize("good", range(3))
+def test_file_descriptors_that_run_out_are_said_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, good: int
+) -> None:
+    real, calls = getattr(os, call), itertools.count()
+
+    def run_out(*arguments: Any) -> Any:
+        if next(calls) == good:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, call, run_out)
+    with pytest.raises(UserError, match="Too many open files") as caught:
+        open_fake(tmp_path)
+    assert "ulimit -n" in caught.value.hint
+
+
+def test_a_fork_cannot_use_the_pipeline_and_harms_it_not(tmp_path: Path) -> None:
+    with open_fake(tmp_path) as pipe:
+        child = os.fork()
+        if not child:
+            codes = []
+            for use in (lambda: pipe.submit(PROMPT), lambda: pipe.stats(), pipe.close, pipe.close):
+                try:
+                    use()
+                except PlaitError as err:
+                    codes.append(err.code)
+            os._exit(codes != ["forked", "forked"])
+        assert os.waitpid(child, 0)[1] == 0
+        assert pipe.generate_ids([PROMPT], max_tokens=3) == [reference(PROMPT, 3, WINDOWS)]
 
 
 @pytest.mark.parametrize("code", ["peer-gone", "worker-failed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -231,15 +232,33 @@ def test_neither_driver_nor_worker_imports_a_vendor_wheel(module: str) -> None:
         ([1, VOCAB], {}, "token-range"),
         ([-1], {}, "token-range"),
         ([1], {"max_tokens": 0}, "max-tokens"),
+        ([1], {"max_tokens": 2.5}, "max-tokens"),
+        ([1], {"max_tokens": True}, "max-tokens"),
+        ([1], {"max_tokens": None}, "max-tokens"),
+        ([1], {"max_tokens": "5"}, "max-tokens"),
         ([1], {"max_tokens": 512}, "too-many-positions"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
-    workers: Pipeline, ids: list[int], options: dict[str, int], code: str
+    workers: Pipeline, ids: list[int], options: dict[str, Any], code: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         workers.submit(ids, **options)
     assert caught.value.code == code
+    assert workers.generate_ids([PROMPT], max_tokens=3) == [reference(PROMPT, 3, WINDOWS)], "the others go on"
+
+
+@pytest.mark.parametrize("chunk", [0, 1.5, "2"])
+def test_a_chunk_is_a_whole_number(workers: Pipeline, chunk: Any) -> None:
+    with pytest.raises(UsageError, match="chunk is"):
+        workers.logits(PROMPT, chunk)
+
+
+@pytest.mark.parametrize(("prompt", "hint"), [(500, "at most 12 new tokens"), (600, "shorten the prompt$")])
+def test_a_request_beyond_the_positions_says_what_is_left(workers: Pipeline, prompt: int, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        workers.submit([1] * prompt, max_tokens=64)
+    assert re.search(hint, caught.value.hint)
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
@@ -255,6 +274,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None
     [
         ({"in_flight": 0}, "in_flight is 0"),
         ({"threads": 0}, "threads is 0"),
+        ({"threads": 100_000}, "threads is 100000"),
         ({"max_sequences": 17}, "max_sequences is 17"),
         ({"timeout_s": 0}, "timeout_s is 0"),
         ({"start_timeout_s": -1.0}, "start_timeout_s is -1.0"),
