@@ -25,7 +25,7 @@ demo: .venv/run.stamp  ## install, pull a small real model, compile it for two v
 	$(BIN)/plait run models/smollm2.plait "$(PROMPT)" --max-tokens 64
 
 test: .venv/dev.stamp lint  ## every check and test that CI runs
-	$(BIN)/python -m pytest -q -m "not slow and not device"
+	$(BIN)/python -m pytest -q
 
 test-slow: .venv/dev.stamp  ## the long suites (minutes each)
 	$(BIN)/python -m pytest -q -m slow

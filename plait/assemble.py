@@ -20,7 +20,7 @@ from plait.ir.module import boundary
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from plait.registry import entry, load_backend
 from plait.report import render_report
-from plait.spec import Device, Manifest, ManifestSlice, PlannedSlice, WeightRef, digest, to_yaml
+from plait.spec import Device, Manifest, ManifestSlice, Plan, PlannedSlice, WeightRef, digest, to_yaml
 
 if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from plait.api import Planned, Progress
     from plait.frontend.checkpoint import Checkpoint
 
-OPTIONS = CompileOptions()
+
+def _options(plan: Plan) -> CompileOptions:
+    """The bounds of a batch: as many sequences as the plan has memory for, since each takes a ring of every window."""
+    return CompileOptions(page_tokens=plan.page_tokens, max_sequences=plan.workload.concurrency)
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,7 @@ def _compile(
 ) -> ManifestSlice:
     device, module = cut.device, cut.module
     backend, target = load_backend(device.backend), f"{device.backend}:{device.arch}"
-    options = replace(OPTIONS, page_tokens=planned.plan.page_tokens)
-    compiled = backend.compile(module, target, options)
+    compiled = backend.compile(module, target, _options(planned.plan))
     capability = backend.capability(target)
     here = folder / cut.folder
     here.mkdir(parents=True)
@@ -183,7 +185,7 @@ def _text_files(checkpoint: Checkpoint) -> dict[str, str]:
 def _manifest(planned: Planned, slices: Sequence[ManifestSlice], module_text: str) -> Manifest:
     from plait import __version__
 
-    checkpoint, plan = planned.checkpoint, planned.plan
+    checkpoint, plan, options = planned.checkpoint, planned.plan, _options(planned.plan)
     vocabulary = slices[-1].outputs[0].shape[-1]
     assert vocabulary is not None
     assert plan.prediction is not None
@@ -196,8 +198,8 @@ def _manifest(planned: Planned, slices: Sequence[ManifestSlice], module_text: st
         max_positions=checkpoint.max_positions,
         dtype=plan.dtype,
         page_tokens=plan.page_tokens,
-        max_sequences=OPTIONS.max_sequences,
-        max_step_tokens=OPTIONS.max_step_tokens,
+        max_sequences=options.max_sequences,
+        max_step_tokens=options.max_step_tokens,
         max_kv_tokens=plan.workload.concurrency * pages * plan.page_tokens,
         plan_digest=digest(plan),
         module_digest=digest(module_text),

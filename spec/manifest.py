@@ -45,6 +45,7 @@ class Manifest:
         weight_root: folder that the weight files of `weights.json` are relative to; relative itself to the artifact.
         weights: by path of a checkpoint file, its size in bytes and the sha256 of its header (safetensors header or
             GGUF metadata).
+        max_sequences: requests that run at once: the plan's concurrency. More wait their turn.
         max_kv_tokens: KV tokens the plan has memory for (rounded to pages), over all requests in flight.
         max_positions: positions the model was made for.
     """

@@ -1,0 +1,18 @@
+"""Which of the long tests run when nobody says."""
+
+from __future__ import annotations
+
+import pytest
+
+SLOW_STEP = 8
+"""Without `-m`, every eighth slow test runs: CI sees each kind of them without paying for all."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.markexpr:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    dropped = set(slow) - set(slow[::SLOW_STEP])
+    dropped |= {item for item in items if item.get_closest_marker("device")}
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
