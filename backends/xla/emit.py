@@ -84,19 +84,13 @@ class Run:
 
 LOWERING: Lowering[Trace] = Lowering("jax")
 
-#: Bits of exponent and mantissa.
-_BITS = {"bfloat16": (8, 7), "float16": (5, 10)}
-
 
 def _rounded(y: Array, x: Array, dtype: str) -> Array:
     """The float32 result y in the module's dtype, held as the operand x is: in that dtype, or in float32 on a CPU host.
 
-    A cast alone would not do: XLA drops a cast to 16 bits and back as needless where both stand in one program, and
-    then the bits depend on where the model is cut.
+    The bits so do not depend on where the model is cut; see `executable.COMPILER_OPTIONS`.
     """
-    import jax
-
-    return y if dtype == "float32" else jax.lax.reduce_precision(y, *_BITS[dtype]).astype(x.dtype)
+    return y.astype(dtype).astype(x.dtype)
 
 
 def _sum(x: Array, y: Array, dtype: str) -> Array:

@@ -27,6 +27,9 @@ from plait.spec import Boundary, KVLayout, kv_class
 
 Pages = list[tuple[jax.Array, jax.Array]]
 
+#: Otherwise XLA drops a cast to 16 bits and back as needless, and what an op returns depends on its neighbours.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+
 
 class XlaSlice:
     """`plait.backends.base.Executable` in JAX. Each grid (see `buckets`) is one call of one jitted program.
@@ -56,7 +59,12 @@ class XlaSlice:
         self._kv: Pages = [self._zeros(layout) for layout in self.kv_layouts]
         self._steps = self._compiles = 0
         # Static: whether logits are wanted of every row. KV is donated: it is written in place.
-        self._run = jax.jit(self._trace, static_argnames=("every_row",), donate_argnames=("kv",))
+        self._run = jax.jit(
+            self._trace,
+            static_argnames=("every_row",),
+            donate_argnames=("kv",),
+            compiler_options=COMPILER_OPTIONS,
+        )
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
         rows = {True: len(batch.logit_rows), False: batch.token_count}
