@@ -110,9 +110,16 @@ class Tokenizer:
 
         Raises:
             CheckpointError: `chat-template-missing`, `chat-template-invalid`.
-            UserError: `chat-template`: the template refuses these messages.
+            UserError: `chat-message`; `chat-template`: the template refuses these messages.
         """
         template = self._compiled()
+        for message in messages:
+            if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+                raise UserError(
+                    "chat-message",
+                    f"a message of a chat is {dict(message)!r:.200}",
+                    why="it needs a role and a content, both text",
+                )
         try:
             return template.render(
                 messages=[dict(message) for message in messages],
@@ -122,7 +129,7 @@ class Tokenizer:
             )
         except jinja2.TemplateError as err:
             raise UserError("chat-template", "the chat template refuses these messages", why=str(err)) from err
-        except (TypeError, KeyError, ValueError, AttributeError) as err:
+        except Exception as err:  # the template is a program of its own: it divides by zero and counts too far
             raise UserError(
                 "chat-template", "the chat template fails on these messages", why=f"{type(err).__name__}: {err}"
             ) from err

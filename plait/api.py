@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 StrPath = str | os.PathLike[str]
+
+#: A plan counts what every request at once costs.
+MOST_REQUESTS = 1_000_000
+
+#: A plan over 4,096 devices has 5 MB. What is larger is weights, given by mistake.
+_MOST_PLAN_BYTES = 1 << 26
 Targets = str | Target | Sequence[str | Target]
 
 
@@ -114,7 +120,7 @@ def request(
         model=Path(model),
         config=None if config is None else Path(config),
         cluster=given.cluster if given is not None else _cluster(targets, cluster),
-        workload=given.workload if given is not None else _workload(workload, context, concurrency),
+        workload=_countable(given.workload) if given is not None else _workload(workload, context, concurrency),
         workload_asked=given is not None or workload is not None or context is not None,
         objective=given.objective if given is not None else objective or "throughput",
         dtype=given.dtype if given is not None else dtype,
@@ -127,14 +133,19 @@ def request(
 
 def _read_plan(path: Path) -> Plan:
     try:
-        return from_yaml(Plan, path.read_text())
-    except (OSError, UnicodeDecodeError) as err:
+        size = path.stat().st_size
+        if not path.is_file() or size > _MOST_PLAN_BYTES:
+            why = f"it is {size} bytes long" if path.is_file() else "it is no file"
+            raise PlanError("plan-unreadable", f"{path} is no plan", why=why)
+        return from_yaml(Plan, path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError) as err:
         raise PlanError("plan-unreadable", f"cannot read the plan {path}", why=str(err)) from err
 
 
 def _cluster(targets: Targets | None, cluster: StrPath | Cluster | None) -> Cluster:
     from plait.cost_models.catalogue import cluster_for
     from plait.cost_models.cluster_file import load_cluster
+    from plait.registry import out_of_tree
 
     if isinstance(cluster, Cluster):
         return cluster
@@ -143,7 +154,7 @@ def _cluster(targets: Targets | None, cluster: StrPath | Cluster | None) -> Clus
     assert targets is not None
     parts = [targets] if isinstance(targets, str | Target) else list(targets)
     parsed = [target for part in parts for target in ([part] if isinstance(part, Target) else parse_targets(part))]
-    return cluster_for(parsed)
+    return cluster_for(parsed, backends=out_of_tree())
 
 
 def _workload(workload: str | Workload | None, context: int | None, concurrency: int | None) -> Workload:
@@ -160,10 +171,18 @@ def _workload(workload: str | Workload | None, context: int | None, concurrency:
             raise UsageError("context", f"a context of {context} tokens is too short", why="prompt and output need 2")
         chosen = _scaled(chosen, context)
     if concurrency is not None:
-        if concurrency < 1:
-            raise UsageError("concurrency", f"a concurrency of {concurrency} asks for nothing")
         chosen = replace(chosen, concurrency=concurrency)
-    return chosen
+    return _countable(chosen)
+
+
+def _countable(workload: Workload) -> Workload:
+    if not 1 <= workload.concurrency <= MOST_REQUESTS:
+        raise UsageError(
+            "concurrency",
+            f"cannot plan for {workload.concurrency} requests at once",
+            why=f"it must be 1 to {MOST_REQUESTS:,}",
+        )
+    return workload
 
 
 def _scaled(workload: Workload, context: int) -> Workload:

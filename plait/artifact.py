@@ -34,7 +34,7 @@ class Artifact:
 
     @property
     def plan(self) -> Plan:
-        return from_yaml(Plan, (self.folder / "plan.yaml").read_text())
+        return from_yaml(Plan, (self.folder / "plan.yaml").read_text("utf-8"))
 
     @property
     def weight_root(self) -> Path:
@@ -100,7 +100,7 @@ def _swap(folder: Path, target: Path, old: Path) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Only what compile wrote may be replaced: a `manifest.json` alone makes no artifact, and notes in one are yours."""
+    """Only what compile wrote may be replaced: a `manifest.json` alone makes no artifact, and notes in one stay."""
     hint = "choose another -o/--output"
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
@@ -128,7 +128,7 @@ def _present(folder: Path) -> set[str]:
 def seal(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` with the digest of every file in the folder."""
     files = {name: sha256(folder / name) for name in sorted(_present(folder))}
-    (folder / MANIFEST).write_text(to_json(replace(manifest, files=files)) + "\n")
+    (folder / MANIFEST).write_text(to_json(replace(manifest, files=files)) + "\n", "utf-8")
 
 
 def read_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -144,7 +144,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Artifact:
             "not-an-artifact", what, why=f"no {MANIFEST} in it", hint="make one with: plait compile MODEL --targets ..."
         )
     try:
-        data = json.loads((folder / MANIFEST).read_text())
+        data = json.loads((folder / MANIFEST).read_bytes())
     except (ValueError, RecursionError) as err:
         raise ArtifactError("manifest", f"{folder / MANIFEST} is not valid JSON", why=str(err)) from err
     version = data.get("format_version") if isinstance(data, dict) else None

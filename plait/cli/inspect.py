@@ -57,11 +57,10 @@ def _checkpoint(screen: Screen, path: Path, config: Path | None) -> None:
 
     found = checkpoint_facts(path, config)
     tensors, kv = found["tensors"], found["kv_bytes_per_token"]
-    stored = (
-        "no weights, a config only"
-        if tensors is None
-        else f"{bytes_text(found['weight_bytes'])} in {len(found['files'])} file(s)"
-    )
+    stored = "no weights, a config only"
+    if tensors is not None:
+        count = len(found["files"])
+        stored = f"{bytes_text(found['weight_bytes'])} in {count} {'file' if count == 1 else 'files'}"
     lines = [
         ("family", found["family"]),
         ("dtype", found["dtype"]),
@@ -71,7 +70,7 @@ def _checkpoint(screen: Screen, path: Path, config: Path | None) -> None:
         ("max positions", f"{found['max_positions']:,} tokens"),
         ("tokenizer", "yes" if found["tokenizer"] else "none: token ids only"),
         ("chat template", "yes" if found["chat_template"] else "none"),
-        *((name.replace("_", " "), str(value)) for name, value in found["config"].items()),
+        *((name.replace("_", " "), config_text(value)) for name, value in found["config"].items()),
     ]
     screen.show(facts(lines, title=found["name"]))
     if tensors is not None:
@@ -138,6 +137,19 @@ def config_facts(config: DecoderConfig) -> dict[str, Any]:
         if value is not None:
             facts[name] = value
     return facts
+
+
+def config_text(value: Any) -> str:
+    """A value of the config as a person writes it: `default, theta 100000`, not a Python dict."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.7g}"  # what float32 holds: files of other formats state 9.999999747378752e-06 for 1e-05
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {config_text(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(config_text, value))
+    return "none" if value is None else str(value)
 
 
 def _artifact(screen: Screen, path: Path) -> None:

@@ -38,6 +38,7 @@ def command(
     from plait import api
     from plait.cli.screen import Screen
     from plait.cli.tables import plan_tables, request_facts
+    from plait.registry import backend_names
     from plait.spec import to_dict, to_yaml
 
     screen = Screen(as_json=as_json)
@@ -47,11 +48,15 @@ def command(
         planned = api.make_plan(asked, progress)
     for part in plan_tables(planned.plan, None, screen.width, verbose=verbose):
         screen.show(part)
-    screen.note("no backend was asked: plait compile also says where each slice really runs")
     if output is not None:
         write_whole(output, to_yaml(planned.plan))
-    command = next_command(options, output, has_weights=planned.checkpoint.weights is not None)
-    screen.next(command)
+    command = None
+    if missing := sorted({device.backend for device in asked.cluster.devices} - set(backend_names())):
+        screen.note(f"there is no backend for {', '.join(missing)}: this can be planned, not compiled")
+    else:
+        screen.note("no backend was asked: plait compile also says where each slice really runs")
+        command = next_command(options, output, has_weights=planned.checkpoint.weights is not None)
+        screen.next(command)
     screen.result({"plan": to_dict(planned.plan), "output": output and str(output), "next": command})
 
 
@@ -74,7 +79,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            with os.fdopen(handle, "w") as file:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
             Path(scratch).chmod(0o644)
             Path(scratch).replace(path)

@@ -37,7 +37,9 @@ def command(
         Path, typer.Argument(metavar="ARTIFACT", show_default=False, help="A directory that plait compile wrote.")
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", show_default=False, help="What to ask.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", metavar="N", help="The most new tokens.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", metavar="N", min=1, help="The most new tokens.")
+    ] = 64,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it stands, without a chat template.")
     ] = False,
@@ -120,7 +122,7 @@ def _finish(screen: Screen, pipe: Pipeline, text: str, began: float, times: list
     rate, first = tokens / taken, (times[0] - began if times else None)
     where = ", ".join(f"slice {number} on {item['runs_on']}" for number, item in enumerate(slices))
     begun = "no text" if first is None else f"first text after {seconds_text(first)}"
-    screen.note(f"{tokens} tokens, {rate:.1f} tokens/s, {begun}; {where}")
+    screen.note(f"{tokens} {'token' if tokens == 1 else 'tokens'}, {rate:.1f} tokens/s, {begun}; {where}")
     if verbose:
         columns = ("slice", "runs on", "steps", "busy", "hops")
         rows = [

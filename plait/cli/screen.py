@@ -46,8 +46,10 @@ class Screen:
         return self._out.width
 
     def show(self, item: RenderableType, style: str | None = None) -> None:
-        """A table or a line that is the command's answer; with `--json` it goes to stderr. A string stays one line."""
-        self._out.print(item, style=style, soft_wrap=isinstance(item, str))
+        """A table or a line that is the command's answer; with `--json` it goes to stderr. A string stays one line.
+
+        A narrow terminal breaks lines; nothing is cut off, because `7.18 G` of `7.18 GB` looks whole."""
+        _print(self._out, item, style)
 
     def note(self, text: str) -> None:
         """One dim line on stderr."""
@@ -55,7 +57,7 @@ class Screen:
 
     def aside(self, item: RenderableType) -> None:
         """A table about the work, not the answer: stderr."""
-        self._err.print(item)
+        _print(self._err, item)
 
     def next(self, command: str) -> None:
         """The exact command that comes next, on a line of its own so that it can be copied."""
@@ -68,6 +70,17 @@ class Screen:
 
     def phases(self) -> Phases:
         return Phases(self._err)
+
+
+def _print(console: Console, item: RenderableType, style: str | None = None) -> None:
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    if isinstance(item, Table) and item.show_header:
+        least = Measurement.get(console, console.options.update(max_width=10_000), item).minimum
+        if least > console.width:  # otherwise a column that has no room left goes missing
+            item.width = least
+    console.print(item, style=style, soft_wrap=isinstance(item, str), crop=False)
 
 
 def write_json(data: Mapping[str, Any]) -> None:

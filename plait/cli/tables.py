@@ -6,20 +6,26 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.cells import cell_len
 from rich.table import Table
 
 from plait.words import bytes_text, seconds_text
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
+
     from plait.api import Request
     from plait.errors import FitError
-    from plait.spec import Cause, Plan
+    from plait.spec import Cause, Plan, Workload
 
 #: Columns that hold numbers or short words; the others may fold.
 NUMBERS = ("slice", "layers", "weights", "KV", "prefill", "decode", "needed", "free", "short by")
 
 #: Columns whose words are copied into commands.
-COPIED = ("name", "target", "device")
+COPIED = ("name", "target", "device", "slice")
+
+#: Most characters of a word that decide how narrow a column can get.
+WORD = 12
 
 #: Narrower than this, causes stand below the plan's table and not in it.
 CAUSE_COLUMN_FROM = 110
@@ -28,13 +34,27 @@ CAUSE_COLUMN_FROM = 110
 def table(
     columns: Iterable[str], rows: Iterable[Iterable[str]] = (), *, right: Iterable[str] = NUMBERS, title: str = ""
 ) -> Table:
-    """A table; the columns named in `right` hold numbers and do not wrap."""
-    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
-    for name in columns:
+    """A table; the columns named in `right` hold numbers. Neither they nor words to copy are ever cut or broken; the
+    other columns keep room for a word where the screen is narrow."""
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    lines = [list(columns), *map(list, rows)]
+    for index, name in enumerate(lines[0]):
         number = name in right
-        made.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number or name in COPIED)
-    for row in rows:
-        made.add_row(*row)
+        whole = number or name in COPIED
+        texts = [line[index] for line in lines]
+        parts = texts if whole else [word[:WORD] for text in texts for word in text.split()]
+        widest = max(map(cell_len, parts), default=0)
+        justify: JustifyMethod = "right" if number else "left"
+        made.add_column(name, justify=justify, overflow="fold", no_wrap=whole, min_width=widest)
+    for line in lines[1:]:
+        made.add_row(*line)
     return made
 
 
@@ -56,13 +76,12 @@ def request_facts(asked: Request, output: str | None) -> Table:
     work = asked.workload
     times = (("first token", work.max_ttft_s), ("each output token", work.max_tpot_s))
     limits = [f"{name} within {seconds_text(limit)}" for name, limit in times if limit is not None]
-    asks = f"{work.name}: {work.concurrency} requests of {work.prompt_tokens} + {work.output_tokens} tokens"
     return facts(
         [
             ("model", str(asked.model)),
             ("config", str(asked.config or "")),
             ("devices", ", ".join(f"{d.id} ({d.backend}:{d.arch} on {d.host})" for d in asked.cluster.devices)),
-            ("workload", ", ".join([asks, *limits])),
+            ("workload", ", ".join([f"{work.name}: {workload_text(work)}", *limits])),
             ("objective", asked.objective),
             ("dtype", asked.dtype or "the checkpoint's"),
             ("layers", ", ".join(map(str, asked.layers or ()))),
@@ -73,6 +92,11 @@ def request_facts(asked: Request, output: str | None) -> Table:
         ],
         title="resolved arguments",
     )
+
+
+def workload_text(work: Workload) -> str:
+    """`8 requests of 512 + 256 tokens`: how many at once, tokens in and out of each."""
+    return f"{work.concurrency} requests of {work.prompt_tokens} + {work.output_tokens} tokens"
 
 
 def plan_tables(plan: Plan, runs_on: Sequence[str] | None, width: int, *, verbose: bool = False) -> Iterable[Table]:
@@ -94,7 +118,7 @@ def plan_tables(plan: Plan, runs_on: Sequence[str] | None, width: int, *, verbos
     yield table(
         [columns[i] for i in keep],
         [[row[i] for i in keep] for row in rows],
-        title=f"plan of {plan.model}: {plan.blocks} layers in {plan.dtype}",
+        title=f"plan of {plan.model}: {plan.blocks} layers in {plan.dtype}, for {workload_text(plan.workload)}",
     )
     if verbose or not wide:
         causes = ((f"slice {i}", cause_text(item.cause, verbose)) for i, item in enumerate(plan.slices))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 from xdsl.dialects.builtin import StringAttr
 
 from plait import registry
+from plait.api import request
 from plait.backends.base import Backend
 from plait.backends.conformance.models import MODELS
 from plait.errors import MissingDependencyError, UnsupportedError, UsageError
@@ -32,6 +34,17 @@ def test_unknown_name_is_refused_with_a_suggestion() -> None:
         entry("rocmm")
     assert caught.value.code == "backend-unknown"
     assert "cuda" in caught.value.why
+
+
+def test_a_backend_from_outside_may_compile_for_any_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no chips of its own in the catalogue, so `--targets` has to let it have those of others."""
+    point = EntryPoint("elsewhere", "plait.backends.null:BACKEND", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point, EntryPoint("cuda", "x:Y", group)])
+    assert registry.out_of_tree() == ("elsewhere",)
+    (device,) = request("config.json", "elsewhere:h100").cluster.devices
+    assert (device.backend, device.name, device.arch) == ("elsewhere", "h100", "sm_90a")
+    with pytest.raises(UsageError, match="does not make code"):
+        request("config.json", "rocm:h100")
 
 
 def test_missing_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -392,3 +393,37 @@ def test_pull_knows_its_models(tmp_path):
     result = plait("pull", "smollm", "-o", tmp_path / "m")
     assert result.exit_code == 64 and "did you mean 'smollm2'" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_without_a_tokenizer_is_not_proposed_for_text(tmp_path):
+    bare = checkpoints.save(tmp_path / "bare")
+    result = plait("compile", bare, "--targets", "cpu", "-o", tmp_path / "a.plait")
+    assert result.exit_code == 0 and "no tokenizer.json" in result.stderr
+    assert f"next: plait inspect {tmp_path / 'a.plait'}" in result.stdout
+    assert plait("run", tmp_path / "a.plait", "hello").exit_code == 2
+
+
+def test_a_locale_without_utf8_changes_no_file(model, tmp_path):
+    """tokenizer.json and report.html hold more than ASCII; an old locale must neither refuse nor recode them."""
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    folders = [tmp_path / name / "a.plait" for name in ("plain", "ascii")]
+    for folder, env in zip(folders, (os.environ, ascii_only), strict=True):
+        plan = folder.parent / "plan.yaml"
+        folder.parent.mkdir()
+        for words in (
+            ("plan", model, "--targets", "h100", "-o", plan),
+            ("compile", model, "--plan", plan, "-o", folder),
+            ("inspect", folder),
+        ):
+            done = subprocess_plait(*words, env=env)
+            assert done.returncode == 0, done.stderr
+    assert any(byte > 127 for byte in (folders[0] / "tokenizer.json").read_bytes())
+    first, second = ({p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()} for folder in folders)
+    assert first == second
+
+
+def test_where_nothing_is_computed_the_artifact_says_so(model, tmp_path):
+    result = plait("compile", model, "--targets", "null:h100", "-o", tmp_path / "a.plait", env={"COLUMNS": "200"})
+    assert "h100 (null: computes nothing)" in result.stdout and "emulated" not in result.stdout
+    said = plait("run", tmp_path / "a.plait", PROMPT, "--in-process").stderr
+    assert read_artifact(tmp_path / "a.plait").manifest.slices[0].runs_on in said

@@ -102,3 +102,21 @@ def test_a_tpu_but_not_a_network_card_of_the_same_vendor(tmp_path):
 
 def test_nothing_there(tmp_path):
     assert accelerators(tmp_path) == ()
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "119", "120"])
+def test_every_device_is_one_row_of_whole_numbers_however_narrow(columns):
+    lines = plait("devices", env={"COLUMNS": columns}).stdout.splitlines()
+    for entry in devices():
+        (row,) = (line for line in lines if line.split()[:1] == [entry.label])
+        assert f"{entry.memory.capacity:g} {entry.memory.unit}  " in row and f"{entry.backend}:{entry.arch}" in row
+    if int(columns) < 120:
+        assert len([line for line in lines if line.strip()]) == len(devices()) + 2
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU"])
+def test_this_host_is_a_device_too(name):
+    result = plait("devices", name)
+    assert result.exit_code == 0 and "cpu:cpu" in result.stdout and "free" in result.stdout
+    (device,) = json.loads(plait("devices", name, "--json").stdout)["devices"]
+    assert device["name"] == "cpu" and device["memory_bytes"] >= device["free_bytes"] > 0

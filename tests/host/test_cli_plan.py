@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import stat
 
@@ -42,6 +43,56 @@ def test_narrow_screens_get_the_causes_below_the_table(model):
     assert "cause" not in header
     assert "\ncauses" in text and "\nslice 0  " in text
     assert max(map(len, text.partition("\nnext:")[0].splitlines())) <= 80
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "60", "80"])
+def test_no_number_is_cut_however_narrow_the_screen(model, columns):
+    wide, narrow = (plait("plan", model, *TWO, "-v", env={"COLUMNS": width}).stdout for width in ("200", columns))
+    numbers = re.findall(r"\d[\d.,]* (?:[kMGT]?B|[mun]?s)(?=  )", wide[wide.index("plan of") : wide.index("causes")])
+    numbers += re.findall(r"\d[\d.]* [kMGT]?B(?= )", wide[wide.index("\nmemory") : wide.index("\npredicted")])
+    assert len(numbers) >= 10
+    assert all(f"{number} " in narrow for number in numbers)
+
+
+def test_the_plan_says_what_it_was_planned_for(tmp_path):
+    """A default workload is cut to the model's positions; the arguments show the uncut one."""
+    short = config_file(tmp_path / "short", max_position_embeddings=100)
+    text = plait("plan", short, *TWO).stdout
+    assert "chat: 8 requests of 512 + 256 tokens" in text
+    assert "plan of short: 6 layers in bfloat16, for 8 requests of 66 + 34 tokens" in text
+
+
+def test_no_compile_is_proposed_where_no_backend_is(model):
+    result = plait("plan", model, "--targets", "gaudi3,h100")
+    assert result.exit_code == 0
+    assert "next:" not in result.stdout and "no backend for hpu" in result.stderr
+    assert json.loads(plait("plan", model, "--targets", "gaudi3", "--json").stdout)["next"] is None
+
+
+@pytest.mark.parametrize("content", ["folder", "junk", "deep", "huge", "device"])
+def test_a_file_that_is_no_plan(model, tmp_path, content):
+    path = tmp_path / "plan.yaml"
+    if content == "folder":
+        path.mkdir()
+    elif content == "huge":
+        with path.open("w") as file:
+            file.truncate(1 << 33)
+    elif content == "device":
+        path = "/dev/zero"
+    else:
+        path.write_bytes(b"\xff\xfe" if content == "junk" else b"[" * 100_000)
+    result = plait("plan", model, "--plan", path)
+    assert result.exit_code == 2 and "[plan-unreadable]" in result.stderr
+
+
+def test_more_requests_than_can_be_counted(model, tmp_path):
+    result = plait("plan", model, *TWO, "--concurrency", 10**12)
+    assert result.exit_code == 64 and "1 to 1,000,000" in result.stderr
+    file = tmp_path / "plan.yaml"
+    assert plait("plan", model, *TWO, "-o", file).exit_code == 0
+    file.write_text(file.read_text().replace("concurrency: 8", "concurrency: 1000000000000"))
+    result = plait("plan", model, "--plan", file)
+    assert result.exit_code == 64 and "1 to 1,000,000" in result.stderr
 
 
 def test_no_escape_codes_without_a_terminal(model):

@@ -80,6 +80,8 @@ def test_templates_agree_with_transformers(tmp_path: Path) -> None:
         ("{{ messages[9].content.x }}", "chat-template"),
         ("{{ messages[0].content + 1 }}", "chat-template"),
         ("{{ ().__class__.__bases__[0].__subclasses__() }}", "chat-template"),
+        ("{{ 1 / 0 }}", "chat-template"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "chat-template"),
         ("{% set _ = messages.append(1) %}", "chat-template"),
         ("{% if %}", "chat-template-invalid"),
         (None, "chat-template-missing"),
@@ -89,6 +91,14 @@ def test_templates_that_fail_do_so_by_name(template: str | None, code: str, tmp_
     with pytest.raises(PlaitError) as caught:
         make(tmp_path, template).encode_chat(CHAT)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    "message", [{}, {"rol": "user", "content": "a"}, {"role": "user", "content": None}, {"role": 5}]
+)
+def test_a_message_without_its_parts_is_refused(message: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="message of a chat"):
+        make(tmp_path).encode_chat([{"role": "user", "content": "a"}, message])
 
 
 def test_streaming_never_shows_half_a_character(tmp_path: Path) -> None:
