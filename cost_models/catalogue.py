@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -14,6 +15,9 @@ from plait.spec import Cluster, Device, Link, Target
 
 #: The target that is this host, and the backend that compiles for nothing: it plans and schedules any chip.
 HOST_CPU, NULL = "cpu", "null"
+
+#: As `spec.target` writes names, and with a digit in front: somebody may call a device 3090.
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 #: Device -> host -> device, per copy, where no chip states its own link: PCIe 4.0 x16.
 _PCIE_GB_PER_S = 31.0
@@ -92,8 +96,16 @@ def check_device(device: Device) -> Device:
     """`device`, if it can be planned on.
 
     Raises:
-        UserError: `device-numbers` (one is missing or not positive), `device-memory` (nothing free, or too much).
+        UserError: `device-name`, `device-numbers` (one is missing or not positive), `device-memory` (nothing free, or
+            too much).
     """
+    if not _NAME.fullmatch(device.name):
+        raise UserError(
+            "device-name",
+            f"{device.name!r} cannot be the name of a device",
+            why="commands and folders of an artifact are called after it",
+            hint="use letters, digits and . _ -, a letter or digit first",
+        )
     numbers = {
         "memory_bytes": device.memory_bytes,
         "bandwidth_bytes_per_s": device.bandwidth_bytes_per_s,

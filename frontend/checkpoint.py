@@ -162,7 +162,7 @@ def _checkpoint(path: Path, config_folder: Path, config: DecoderConfig, tensors:
     generation = read_json(generation_file) if generation_file else {}
     tokenizer_config = read_json(tokenizer_file) if tokenizer_file else {}
     template_file = beside("chat_template.jinja")
-    template = read_text(template_file) if template_file else _default_template(tokenizer_config.get("chat_template"))
+    template = read_text(template_file) if template_file else _default_template(tokenizer_config, tokenizer_file)
     tokenizer_config = {key: value for key, value in tokenizer_config.items() if key != "chat_template"}
     if template is not None:
         tokenizer_config["chat_template"] = template
@@ -194,8 +194,15 @@ def _name(path: Path) -> str:
     return path.parent.name if standard and path.parent.name else path.stem
 
 
-def _default_template(value: Any) -> str | None:
+def _default_template(tokenizer_config: dict[str, Any], source: Path | None) -> str | None:
     """One template, or the one named `default` of a list."""
+    value = tokenizer_config.get("chat_template")
+    if not isinstance(value, str | list | None):
+        raise CheckpointError(
+            "chat-template-invalid",
+            f"{source}: 'chat_template' is {value!r:.100}",
+            why="it is a text, or a list of named ones",
+        )
     if isinstance(value, list):
         named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
         value = named[0].get("template") if named else None

@@ -157,7 +157,8 @@ class ConfigReader:
 
     def _positive(self, key: str, value: int) -> int:
         if not 1 <= value <= MAX_DIM:
-            raise self.error("config-value", f"{key!r} is {value}, expected a positive number")
+            expected = "a positive number" if value < 1 else f"at most {MAX_DIM}"
+            raise self.error("config-value", f"{key!r} is {value}, expected {expected}")
         return value
 
 

@@ -15,6 +15,9 @@ from plait.spec import WeightRef
 
 MAX_RANK = 8
 MAX_DIM = 1 << 40
+
+_KINDS = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+"""JSON's own names of what is no object."""
 """More than any tensor or config has: beyond them a header is damaged, and products of dimensions stay harmless."""
 
 
@@ -76,7 +79,8 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as err:
         refuse(str(err))
     if not isinstance(data, dict):
-        refuse(f"expected an object, got a {type(data).__name__}")
+        kind = _KINDS.get(type(data), "a number")
+        raise CheckpointError("json-invalid", f"{source} holds no JSON object", why=f"it holds {kind}")
     return data
 
 

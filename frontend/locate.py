@@ -114,5 +114,5 @@ def _find_in(folder: Path) -> Path:
         "checkpoint-missing",
         f"{folder} holds no checkpoint",
         why="looked for *.safetensors, an index, *.gguf and config.json",
-        hint="did the download finish?",
+        hint="it looks like an artifact: `plait run` it" if "manifest.json" in names else "did the download finish?",
     )

@@ -91,7 +91,9 @@ def _header(path: Path) -> tuple[bytes, int]:
                 raise CheckpointError(
                     "safetensors-header-length",
                     f"{path} is not a whole safetensors file",
-                    why=f"the file has {size} bytes and its header claims {length}; allowed are 2 to {max(bound, 0)}",
+                    why="it is empty"
+                    if not size
+                    else f"the file has {size} bytes and its header claims {length}; allowed are 2 to {max(bound, 0)}",
                     hint="fetch the file again; if it is a Git LFS pointer, `git lfs pull`",
                 )
             return file.read(length), size

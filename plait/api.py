@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from plait import artifact as artifacts
-from plait.errors import PlanError, UsageError, did_you_mean
+from plait.errors import CheckpointError, PlanError, UsageError, did_you_mean
 from plait.spec import WORKLOADS, Cluster, Objective, Plan, Target, Workload, from_yaml, parse_targets
 
 if TYPE_CHECKING:
@@ -217,9 +217,13 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     from plait.frontend.checkpoint import open_checkpoint
     from plait.frontend.lower import lower
     from plait.partitioner import Problem, evaluate, solve
+    from plait.pull import pulled
 
     progress("read", 0, 1)
-    checkpoint = open_checkpoint(asked.model, asked.config)
+    try:
+        checkpoint = open_checkpoint(asked.model, asked.config)
+    except CheckpointError as err:
+        raise pulled(err, asked.model) from err.__cause__
     progress("lower", 0, 1)
     module = lower(checkpoint, asked.dtype)
     progress("plan", 0, 1)

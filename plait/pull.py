@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,14 @@ MODELS = {
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
+
+
+def pulled(error: CheckpointError, path: Path) -> CheckpointError:
+    """The error of a checkpoint that is not there, with the command that gets it where there is one."""
+    if error.code == "checkpoint-missing" and path.name in MODELS and not path.exists():
+        where = "" if path == Path(path.name) else f" -o {shlex.quote(str(path))}"
+        return CheckpointError(error.code, error.what, why=error.why, hint=f"plait pull {path.name}{where}")
+    return error
 
 
 def _silent(phase: str, done: int, total: int) -> None:

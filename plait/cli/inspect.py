@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli.options import Json
+from plait.errors import CheckpointError
 from plait.words import bytes_text
 
 if TYPE_CHECKING:
@@ -91,8 +92,12 @@ def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
     from plait.frontend.checkpoint import open_checkpoint
     from plait.frontend.lower import lower, unused_tensors
     from plait.ir import weights
+    from plait.pull import pulled
 
-    checkpoint = open_checkpoint(path, config)
+    try:
+        checkpoint = open_checkpoint(path, config)
+    except CheckpointError as err:
+        raise pulled(err, path) from err.__cause__
     module = lower(checkpoint)
     refs = checkpoint.weights
     unused = unused_tensors(checkpoint, module) if refs is not None else {}

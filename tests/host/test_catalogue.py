@@ -290,6 +290,8 @@ BROKEN = {
     "unknown host": ("a: rack1", "a: rak1", "neither a host nor a device", "link-end"),
     "unknown network": ("ethernet-25g", "ethernet-26g", "did you mean 'ethernet-25g'", "link-unknown"),
     "unknown target": ("2xh100@rack1", "2xh10@rack1", "did you mean 'h100'", "target-unknown"),
+    "a name that is a path": ("- name: npu", "- name: ../npu", "'../npu' cannot be the name", "device-name"),
+    "a name with a space": ("- name: npu", "- name: my npu", "'my npu' cannot be the name", "device-name"),
     "both": ("- name: npu", "- name: npu\n  target: h100", "either a target", "spec-field"),
     "schema": ("default_network", "schema: 7\ndefault_network", "schema 7", "spec-schema"),
     "not yaml": ("devices:", "devices: [", "not valid YAML", "spec-yaml"),

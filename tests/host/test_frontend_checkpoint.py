@@ -177,6 +177,8 @@ def test_nothing_there(tmp_path: Path, folder: Path) -> None:
     assert "tiny" in refused(tmp_path / "tinny").hint
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty").code == "checkpoint-missing"
+    (tmp_path / "empty" / "manifest.json").write_text("{}")
+    assert "plait run" in refused(tmp_path / "empty").hint
     (tmp_path / "notes.txt").write_text("x")
     assert refused(tmp_path / "notes.txt", UnsupportedError).code == "checkpoint-format"
 
@@ -187,6 +189,9 @@ def test_a_broken_config(folder: Path) -> None:
     assert refused(folder).code == "json-invalid"
     path.write_text('{"model_type": "llama", "model_type": "llama"}')
     assert "more than once: 'model_type'" in refused(folder).why
+    for text, kind in (("[1]", "a list"), ("null", "null"), ("5", "a number"), ("true", "true or false")):
+        path.write_text(text)
+        assert (refused(folder).code, refused(folder).why) == ("json-invalid", f"it holds {kind}")
 
 
 def test_a_config_of_no_supported_model_is_refused_before_the_weights(folder: Path) -> None:
@@ -232,6 +237,9 @@ def test_chat_templates_lie_in_three_places(folder: Path) -> None:
     assert open_checkpoint(folder).chat_template == "J"
     path.unlink()
     (folder / "chat_template.jinja").unlink()
+    path.write_text(json.dumps({"chat_template": 5}))
+    assert refused(folder).code == "chat-template-invalid"
+    path.unlink()
     assert open_checkpoint(folder).chat_template is None
 
 

@@ -60,6 +60,11 @@ def test_a_missing_key_is_named_never_defaulted(key: str) -> None:
     assert key in error.what
 
 
+def test_a_number_too_large_is_not_called_negative() -> None:
+    assert "at most 1099511627776" in refused(LLAMA, max_position_embeddings=10**15).what
+    assert "expected a positive number" in refused(LLAMA, max_position_embeddings=0).what
+
+
 def test_a_missing_theta_is_an_error_in_the_new_spelling_too() -> None:
     assert "rope_theta" in refused(LLAMA, rope_theta=..., rope_parameters={"rope_type": "default"}).what
 

