@@ -86,15 +86,11 @@ LOWERING: Lowering[Trace] = Lowering("jax")
 
 
 def _rounded(y: Array, x: Array, dtype: str) -> Array:
-    """The float32 result y in the module's dtype, held as the operand x is: in that dtype, or in float32 on a CPU host.
+    """A result y in the module's dtype, held as the operand x is: in that dtype, or in float32 on a CPU host.
 
     The bits so do not depend on where the model is cut; see `executable.COMPILER_OPTIONS`.
     """
     return y.astype(dtype).astype(x.dtype)
-
-
-def _sum(x: Array, y: Array, dtype: str) -> Array:
-    return _rounded(x.astype("float32") + y.astype("float32"), x, dtype)
 
 
 def _dot(x: Array, weight: Array) -> Array:
@@ -141,7 +137,7 @@ def _add_rms_norm(op: AddRmsNormOp) -> Trace:
     dtype = operand_dtype(op, op.x)
 
     def trace(run: Run, x: Array, y: Array) -> tuple[Array, Array]:
-        total = _sum(x, y, dtype)
+        total = _rounded(x + y, x, dtype)
         return total, _norm(total, run.weights[key], eps, dtype)
 
     return Trace(trace, (key,))
@@ -278,7 +274,7 @@ def _silu_mul(op: SiluMulOp) -> Trace:
 @LOWERING.emits(AddOp)
 def _add(op: AddOp) -> Trace:
     dtype = operand_dtype(op, op.x)
-    return Trace(lambda run, x, y: _sum(x, y, dtype))
+    return Trace(lambda run, x, y: _rounded(x + y, x, dtype))
 
 
 @LOWERING.emits(LogitsOp)

@@ -27,7 +27,7 @@ from plait.spec import Boundary, KVLayout, kv_class
 
 Pages = list[tuple[jax.Array, jax.Array]]
 
-#: Otherwise XLA drops a cast to 16 bits and back as needless, and what an op returns depends on its neighbours.
+#: Otherwise XLA may leave out a rounding to 16 bits between two ops, and the bits depend on where the model is cut.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 

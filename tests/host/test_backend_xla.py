@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.backends.base import CompileOptions
-from plait.backends.conformance.models import MODELS
-from plait.backends.conformance.script import Script, Turn
+from plait.backends.conformance.models import MODELS, VOCABULARY, Attention, Model
+from plait.backends.conformance.script import Player, Script, Turn
+from plait.backends.conformance.suite import Bench
 from plait.backends.xla import BACKEND
 from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, bucket, grids
+from plait.ir import kv_classes, signature
+from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from tests.host.backend_bench import load
 
 TARGET = "xla:tpu-v5e"
@@ -75,3 +79,23 @@ def test_it_says_where_it_runs(device: str, tmp_path: Path) -> None:
     executable.close()
     expected = "tpu-" + device
     assert executable.runs_on == (f"{expected} (emulated on host)" if emulated() else expected)
+
+
+def test_16_bit_arrays_give_the_same_bits_in_two_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a TPU, where arrays are not float32: XLA must leave out no rounding between two ops of one program."""
+    import jax
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    script = Script((Turn({0: 13}, "all"),), 4)
+    found = []
+    for cuts in ([(0, 4)], [(0, 2), (2, 4)]):
+        values: dict[str, Any] = {}
+        for module in slice_modules(Model(blocks=(Attention(),) * 4)("bfloat16"), cuts):
+            run_passes(module, SLICE_PIPELINE)
+            player = Player(script, kv_classes(module), VOCABULARY)
+            bench = Bench(BACKEND, TARGET, tmp_path / str(cuts), shapes_only=False)
+            with closing(bench.load(module, player, str(len(values)))) as executable:
+                inputs = {name: values[name] for name in signature(module).inputs}
+                values = executable.step(player.batches(script.turns[0])[0], inputs)
+        found.append(values["logits"])
+    assert np.array_equal(*found)
