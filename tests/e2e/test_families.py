@@ -53,7 +53,7 @@ def answers(folder: Path, device: str, layers: tuple[int, ...]) -> tuple[list[ND
     with plait.compile(folder, f"{len(layers)}x{device}", layers=layers, run={"in_process": True}) as pipe:
         assert [item.blocks[1] - item.blocks[0] for item in pipe.plan.slices] == list(layers)
         scores = [pipe.logits(ids), pipe.logits(ids, chunk=7)]
-        return scores, pipe.generate_ids([ids[:10], ids[10:33]], 6), pipe.manifest.dtype
+        return scores, pipe.generate_ids([ids[:10], ids[10:24]], 6), pipe.manifest.dtype
 
 
 @pytest.mark.parametrize("backend", DEVICES)

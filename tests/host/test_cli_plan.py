@@ -169,6 +169,44 @@ def test_verbose_shows_every_part_of_the_memory(model):
     assert header.split() == ["device", "weights", "KV", "activations", "logits", "reserve", "free", "of"]
 
 
+def test_free_memory_of_a_cluster_file_decides_and_an_override_is_exact(tmp_path):
+    """Two equal cards with 12 and 30 GB free: both are used, each within what is free."""
+    model = config_file(tmp_path / "m", **LARGE | {"num_hidden_layers": 12})
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("devices:\n- {target: h100@a, free_bytes: 12 GB}\n- {target: h100@b, free_bytes: 30 GB}\n")
+
+    def slices(*words):
+        result = plait("plan", model, "--cluster", cluster, "--context", "128", "--json", *words)
+        assert result.exit_code in (0, 2), result.output
+        return json.loads(result.stdout).get("plan", {}).get("slices")
+
+    found = {item["devices"][0]: item for item in slices()}
+    assert {name: item["memory"]["capacity_bytes"] for name, item in found.items()} == {
+        "h100.0": 12 * 10**9,
+        "h100.1": 30 * 10**9,
+    }
+    for item in found.values():
+        parts = {name: size for name, size in item["memory"].items() if name != "capacity_bytes"}
+        assert 0 < sum(parts.values()) <= item["memory"]["capacity_bytes"]
+    assert [item["blocks"] for item in slices("--layers", "2,10")] == [[0, 2], [2, 12]]
+    assert slices("--layers", "10,2") is None, "10 blocks of 1.7 GB are more than 12 GB"
+
+
+def test_a_405b_config_over_eight_kinds_of_devices(tmp_path):
+    """Every order of eight unlike groups, from a config.json alone."""
+    shape = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}  # fmt: skip
+    model = config_file(tmp_path, **shape)
+    kinds = ("h100", "h200", "b200", "gh200", "mi300x", "mi325x", "mi355x", "v5p")
+    plan = from_dict(Plan, json.loads(plait("plan", model, "--targets", ",".join(kinds), "--json").stdout)["plan"])
+    used = [item.devices[0] for item in plan.slices]
+    assert len(set(used)) == len(used) and len(used) + len(plan.idle) == len(kinds)
+    assert [item.blocks[0] for item in plan.slices] == [0, *(item.blocks[1] for item in plan.slices[:-1])]
+    assert plan.slices[-1].blocks[1] == 126
+    # 405 billion parameters of two bytes
+    assert 810e9 < sum(item.memory.weights_bytes for item in plan.slices if item.memory) < 815e9
+
+
 def test_what_does_not_fit_is_a_table_and_exit_code_2(tmp_path):
     model = config_file(tmp_path, **LARGE)
     result = plait("plan", model, "--targets", "l4,v5e")
