@@ -210,8 +210,8 @@ class Planned:
 
 
 def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backends: bool = False) -> Planned:
-    """Read, lower, plan. With `check_backends` the planner is handed what each backend says about the module; that may
-    import torch or JAX, so a mere plan goes without."""
+    """Read, lower, plan. With `check_backends` the planner is handed what each backend says about the module, and two
+    copies of a tied table are compared; that may import torch or JAX and reads weights, so a mere plan goes without."""
     from plait.backends.base import CompileOptions
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
@@ -225,7 +225,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     except CheckpointError as err:
         raise pulled(err, asked.model) from err.__cause__
     progress("lower", 0, 1)
-    module = lower(checkpoint, asked.dtype)
+    module = lower(checkpoint, asked.dtype, read=check_backends)
     progress("plan", 0, 1)
     problem = Problem(
         profile=replace(profile(module, checkpoint.max_positions), model=checkpoint.name),

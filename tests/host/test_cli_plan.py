@@ -9,9 +9,12 @@ import stat
 
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 from plait.spec import Plan, from_dict, from_yaml
+from tests.checkpoints import save
 from tests.host.command_line import LARGE, config_file, plait, subprocess_plait
+from tests.host.load_probe import bytes_read
 
 TWO = ("--targets", "h100,mi300")
 
@@ -205,6 +208,24 @@ def test_a_405b_config_over_eight_kinds_of_devices(tmp_path):
     assert plan.slices[-1].blocks[1] == 126
     # 405 billion parameters of two bytes
     assert 810e9 < sum(item.memory.weights_bytes for item in plan.slices if item.memory) < 815e9
+
+
+def test_no_weights_are_read(model, tmp_path):
+    """Not even where the file repeats a tied table, which compile compares."""
+    folder = save(tmp_path / "m", tie_word_embeddings=True, vocab_size=60_000)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, file, metadata={"format": "pt"})
+    words = (folder, "--targets", "cpu", "-o", tmp_path / "out")
+    assert file.stat().st_size > 30e6
+    assert plait("plan", model, *TWO).exit_code == 0  # so that everything is imported
+    before = bytes_read()
+    assert plait("plan", *words).exit_code == 0
+    assert bytes_read() - before < 5e6
+    (tmp_path / "out").unlink()
+    before = bytes_read()
+    assert plait("compile", *words).exit_code == 0
+    assert bytes_read() - before > 30e6, "what is counted is what is read"
 
 
 def test_what_does_not_fit_is_a_table_and_exit_code_2(tmp_path):
