@@ -13,12 +13,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 from plait import artifact as artifacts
-from plait.errors import UsageError, did_you_mean
+from plait.backends.targets import is_emulated
+from plait.cost_models.host import memory_bytes
+from plait.errors import FitError, UsageError, did_you_mean
 from plait.frontend.tokenizer import Tokenizer
+from plait.present import accelerators
 from plait.runtime.pipeline import Pipeline as TokenPipeline
 from plait.runtime.request import Request
 from plait.runtime.sampler import SamplingParams
 from plait.spec import Manifest, Plan
+from plait.words import bytes_text
 
 if TYPE_CHECKING:
     from plait.backends.base import Array
@@ -62,6 +66,7 @@ class Pipeline:
             moved = replace(artifact.manifest, weight_root=root)
             artifact = replace(artifact, manifest=moved)
         artifacts.check_weights(artifact)
+        _check_host_memory(artifact)
         return cls(artifact, TokenPipeline.open(artifact.manifest, artifact.folder, **options), on_close)
 
     @property
@@ -176,6 +181,36 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_host_memory(artifact: artifacts.Artifact) -> None:
+    """Refuse slices that this host would have to emulate and cannot hold: the system kills what asks for too much,
+    and not always that alone.
+
+    Raises:
+        FitError: weights and KV of the emulated slices exceed the memory that is available.
+    """
+    if accelerators():
+        return  # which slices they take is for the backends to say
+    parts = [
+        (planned, planned.memory.weights_bytes + planned.memory.kv_bytes)
+        for planned, part in zip(artifact.plan.slices, artifact.manifest.slices, strict=True)
+        if planned.memory is not None and (part.backend == "cpu" or is_emulated(part.runs_on))
+    ]
+    needed, free = sum(size for _, size in parts), memory_bytes()[1]
+    if needed <= free:
+        return
+    rows: list[dict[str, int | str]] = [
+        {"device": part.devices[0], "blocks": "{}:{}".format(*part.blocks), "needed": size, "free": 0, "short_by": 0}
+        for part, size in parts
+    ]
+    rows.append({"device": "this host", "blocks": "", "needed": needed, "free": free, "short_by": needed - free})
+    raise FitError(
+        f"{artifact.manifest.model} does not fit this host",
+        why=f"weights and KV of the slices it emulates need {bytes_text(needed)}, {bytes_text(free)} are available",
+        hint="compile for fewer requests (--concurrency) or shorter ones (--context)",
+        rows=tuple(rows),
+    )
 
 
 def _end(owner: int, pipeline: TokenPipeline, on_close: Callable[[], None] | None) -> None:

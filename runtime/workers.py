@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -236,4 +237,6 @@ class WorkerChain:
         hint = ""
         if "No module named" in output and process.python != sys.executable:
             hint = f"install this version of plait for {process.python}"
+        if process.popen.returncode == -signal.SIGKILL:
+            hint = "if nobody killed it, the system did for want of memory: compile for fewer or shorter requests"
         return WorkerError("worker-died", f"{process.label} {process.epitaph()}", why=output, hint=hint)

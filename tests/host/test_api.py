@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 import plait
+from plait import text
 from plait.artifact import read_artifact
-from plait.errors import ArtifactError, CheckpointError, PlanError, UsageError, UserError
+from plait.errors import ArtifactError, CheckpointError, FitError, PlanError, UsageError, UserError
+from plait.present import Found
 from plait.spec import Plan, from_yaml, to_yaml
 from tests.checkpoints import random_ids, reference_logits, save
 
@@ -118,7 +120,7 @@ def test_only_what_compile_wrote_is_replaced(model: Path, tmp_path: Path) -> Non
         plait.compile_artifact(model, "cpu", output=made)
     assert (made / "notes.txt").read_text() == "mine"
     site = tmp_path / "site"
-    for text in (
+    for content in (
         "{}",
         '{"name": "a web site"}',
         '{"files": ["index.html"], "format_version": 1}',
@@ -127,7 +129,7 @@ def test_only_what_compile_wrote_is_replaced(model: Path, tmp_path: Path) -> Non
         "[" * 9999,
     ):
         site.mkdir(exist_ok=True)
-        (site / "manifest.json").write_text(text)
+        (site / "manifest.json").write_text(content)
         (site / "index.html").write_text("mine")
         with pytest.raises(UserError, match="is not an artifact"):
             plait.compile_artifact(model, "cpu", output=site)
@@ -153,6 +155,25 @@ def test_an_artifact_that_cannot_be_replaced_stays(
         plait.compile_artifact(model, "h100,mi300", layers=(1, 2), output=made)
     assert (made / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["m.plait"]
+
+
+def test_more_than_this_host_can_emulate_is_refused_before_it_is_tried(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plait.compile_artifact(model, "h100,cpu", layers=(1, 2), output=tmp_path / "m.plait")
+    needed = sum(part.memory.weights_bytes + part.memory.kv_bytes for part in made.plan.slices if part.memory)
+    monkeypatch.setattr(text, "memory_bytes", lambda: (needed, needed))
+    plait.open(made.folder, **LOCAL).close()
+    monkeypatch.setattr(text, "memory_bytes", lambda: (needed, needed - 1))
+    with pytest.raises(FitError, match="does not fit this host") as caught:
+        plait.open(made.folder, **LOCAL)
+    assert [row["device"] for row in caught.value.rows] == ["h100.0", "cpu.0", "this host"]
+    assert (caught.value.rows[-1]["needed"], caught.value.rows[-1]["short_by"]) == (needed, 1)
+    monkeypatch.setattr(text, "accelerators", lambda: (Found("cuda", "H100"),))
+    plait.open(made.folder, **LOCAL).close()
+    monkeypatch.setattr(text, "accelerators", lambda: ())
+    null = plait.compile_artifact(model, "null:h100", output=tmp_path / "null.plait")
+    plait.open(null.folder, **LOCAL).close()  # it computes nothing and holds nothing
 
 
 def test_links_lead_to_the_artifact_and_to_the_weights(model: Path, tmp_path: Path) -> None:

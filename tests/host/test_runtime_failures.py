@@ -70,6 +70,9 @@ def test_a_killed_worker_ends_its_requests_within_a_second(tmp_path: Path, victi
             with pytest.raises(WorkerError, match=rf"{label} \(slice {victim}\) was killed by SIGKILL"):
                 request.result(5)
         assert time.monotonic() - begun < 1
+        with pytest.raises(WorkerError) as caught:
+            requests[0].result()
+        assert "memory" in caught.value.hint
         assert not [pid for pid in targets if psutil.pid_exists(pid)]
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
             pipe.submit(PROMPT)
