@@ -46,7 +46,7 @@ def command(
 ) -> None:
     from plait import api
     from plait.cli.screen import Screen
-    from plait.cli.tables import plan_tables, request_facts
+    from plait.cli.tables import plan_tables, request_facts, warn_of_null
     from plait.spec import to_dict
     from plait.words import bytes_text
 
@@ -65,6 +65,7 @@ def command(
     size = folder_bytes(made.folder)
     where = "weights inside" if embed_weights else f"weights stay in {made.weight_root}"
     screen.show(f"wrote {folder}: {bytes_text(size)}, {where}; {folder / 'report.html'} shows the plan")
+    warn_of_null(screen, made.manifest)
     if (made.folder / "tokenizer.json").is_file():
         command = shlex.join(["plait", "run", str(folder)]) + ' "Why is the sky blue?"'
     else:

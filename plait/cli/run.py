@@ -73,6 +73,7 @@ def command(
     from plait import api
     from plait.artifact import read_artifact
     from plait.cli.screen import Screen
+    from plait.cli.tables import warn_of_null
     from plait.frontend.tokenizer import tokenizer_text
     from plait.runtime.sampler import SamplingParams
 
@@ -86,6 +87,7 @@ def command(
     with screen.phases() as progress:
         progress("start", 0, 0)
         pipe = api.open(checked, weights=weights, **options)
+    warn_of_null(screen, pipe.manifest)
     with pipe:
         began = time.monotonic()
         times: list[float] = []

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rich.console import JustifyMethod
 
     from plait.api import Request
+    from plait.cli.screen import Screen
     from plait.errors import FitError
-    from plait.spec import Cause, Plan, Workload
+    from plait.spec import Cause, Manifest, Plan, Workload
 
 #: Columns that hold numbers or short words; the others may fold.
 NUMBERS = ("slice", "layers", "weights", "KV", "prefill", "decode", "needed", "free", "short by")
@@ -127,6 +128,13 @@ def plan_tables(plan: Plan, runs_on: Sequence[str] | None, width: int, *, verbos
         yield memory_table(plan)
     idle = ((f"{item.device} idle", cause_text(item.cause, True)) for item in plan.idle)
     yield facts([*summary_rows(plan), ("cause", cause_text(plan.cause, True)), *idle], title="predicted")
+
+
+def warn_of_null(screen: Screen, manifest: Manifest) -> None:
+    """A slice without a backend hands on zeros: one of them makes every text meaningless."""
+    null = [str(index) for index, item in enumerate(manifest.slices) if item.backend == "null"]
+    if null:
+        screen.note(f"slice {' and '.join(null)} computes nothing (backend null): the text will mean nothing")
 
 
 def cause_text(cause: Cause | None, everything: bool) -> str:

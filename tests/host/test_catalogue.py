@@ -274,6 +274,15 @@ def test_cluster_file(tmp_path: Path) -> None:
     assert c.default_link.kind == "ethernet-10g"
 
 
+def test_the_example_of_a_cluster_file() -> None:
+    c = load_cluster(Path(__file__).parents[2] / "examples/cluster.yaml")
+    assert [d.id for d in c.devices] == ["h100.0", "h100.1", "mi300x.0", "npu.0"]
+    assert c.devices[0].free_bytes == 60 * GB and c.devices[3].backend == "null"
+    assert link_between(c, c.devices[0], c.devices[2]).kind == "ethernet-100g"
+    assert link_between(c, c.devices[2], c.devices[3]).bytes_per_s == 25 * GB
+    assert link_between(c, c.devices[3], c.devices[2]).kind != "user"
+
+
 BROKEN = {
     "no peak (exo 110)": (
         "  peak_flops_per_s: {bfloat16: 200.0e12}\n",

@@ -426,4 +426,5 @@ def test_where_nothing_is_computed_the_artifact_says_so(model, tmp_path):
     result = plait("compile", model, "--targets", "null:h100", "-o", tmp_path / "a.plait", env={"COLUMNS": "200"})
     assert "h100 (null: computes nothing)" in result.stdout and "emulated" not in result.stdout
     said = plait("run", tmp_path / "a.plait", PROMPT, "--in-process").stderr
+    assert all("slice 0 computes nothing" in text for text in (result.stderr, said))
     assert read_artifact(tmp_path / "a.plait").manifest.slices[0].runs_on in said
