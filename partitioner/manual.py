@@ -21,8 +21,8 @@ def evaluate(problem: Problem, plan: Plan) -> Plan:
     What the file decides wins over `problem`: workload, page size, objective, pins and forbidden cuts are the plan's.
 
     Raises:
-        PlanError: another number of blocks or dtype than the model's, a gap or an overlap, an unknown device, a device used twice, a broken pin or cut,
-            tensor parallelism.
+        PlanError: not the model's number of blocks or dtype, a gap or an overlap, an unknown device, a device used
+            twice, a broken pin or cut, tensor parallelism.
         UnsupportedError: a backend refuses an op of a slice.
         FitError: a slice does not fit.
     """
