@@ -132,6 +132,7 @@ def convert(gguf: Path, folder: Path, *, origin: str, progress: Progress = _sile
     progress("convert", len(refs), len(refs))
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone
     config = {key: value for key, value in read_gguf(gguf).config.items() if value is not None}
     _write_json(folder / "config.json", config | {"torch_dtype": "float32", "_name_or_path": origin})
     ends = {"bos_token_id": checkpoint.bos_token_id, "eos_token_id": list(checkpoint.eos_token_ids)}

@@ -50,6 +50,23 @@ def wide_product(weight: Tensor) -> Product:
     return lambda x: torch.mm(x, transposed, out_dtype=torch.float32)
 
 
+def chunked_product(weight: Tensor, chunk: int = 8192) -> Product:
+    """x (rows, in) -> float32 x weight^T (rows, out), for a 16-bit weight on a device that does not multiply so (AMD).
+
+    Only `chunk` rows of the weight are in float32 at a time: a second copy of it is in nobody's plan.
+    """
+    parts = weight.split(chunk)
+
+    def run(x: Tensor) -> Tensor:
+        wide = x.float()
+        out = wide.new_empty(len(x), len(weight))
+        for part, columns in zip(parts, out.split(chunk, 1), strict=True):
+            columns.copy_(torch.mm(wide, part.float().t()))
+        return out
+
+    return run
+
+
 def _onednn(weight: Tensor) -> bool:
     """Whether oneDNN multiplies this weight natively here."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:

@@ -15,7 +15,7 @@ from xdsl.ir import SSAValue
 
 from plait.backends.kernels.attention import Attention, Cache
 from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, rope_of, weight_name
-from plait.backends.kernels.matmul import product, wide_product
+from plait.backends.kernels.matmul import chunked_product, product, wide_product
 from plait.backends.kernels.step import Step
 from plait.ir.ops import (
     AddOp,
@@ -202,11 +202,12 @@ def _logits(op: LogitsOp) -> Bind:
     name, dtype = weight_name(op, op.weight), operand_dtype(op, op.x)
 
     def bind(where: Slice) -> Kernel:
-        if dtype != "float32" and where.device.type == "cuda" and torch.version.hip is None:
-            run = wide_product(where.weight(name, dtype))
+        # Logits are float32 whatever the dtype of the model; in 16 bits the best two tokens would often tie.
+        if dtype != "float32" and where.device.type == "cuda":
+            wide = wide_product if torch.version.hip is None else chunked_product
+            run = wide(where.weight(name, dtype))
         else:
-            # Logits are float32 whatever the dtype of the model; in 16 bits the best two tokens would often tie. The
-            # weight is rounded to the model's dtype first, then held in float32.
+            # On the host a 16-bit weight, rounded to the model's dtype, is held in float32: twice what the plan counts.
             weight = where.weight(name, dtype).float()
             run_wide = product(weight, None, shared=dtype == "float32" and where.is_shared(name))
 

@@ -17,7 +17,7 @@ from plait.backends.conformance.script import Script, Turn
 from plait.backends.cpu import BACKEND as CPU
 from plait.backends.cuda import BACKEND as CUDA
 from plait.backends.kernels.arrays import to_numpy, to_torch
-from plait.backends.kernels.matmul import product
+from plait.backends.kernels.matmul import chunked_product, product
 from plait.backends.kernels.step import _bucket
 from plait.errors import CheckpointError
 from plait.ir import read_module
@@ -145,3 +145,15 @@ def test_a_real_device_is_not_called_emulated(monkeypatch: pytest.MonkeyPatch) -
 
     assert capability("12.8", None).runs_on == "sm_90a"
     assert capability(None, "6.4").runs_on == "sm_90a (emulated on host)"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_16_bit_head_in_chunks_is_the_whole_in_float32(rows: int) -> None:
+    """What AMD's devices run; the last chunk is shorter than the others."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 24, generator=generator).bfloat16()
+    x = torch.randn(rows, 24, generator=generator).bfloat16()
+    out = chunked_product(weight, chunk=16)(x)
+    assert out.dtype == torch.float32
+    expected = x.double() @ weight.double().t()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
