@@ -149,7 +149,8 @@ class Scheduler:
                 raise FitError(
                     f"the request needs {needed} KV pages of {pool.page_tokens} tokens, the pipeline has {pool.pages}",
                     why=f"{asked} (KV class {name})",
-                    hint=f"a request may hold {pool.pages * pool.page_tokens} tokens here; plan with more KV memory",
+                    hint=f"a request may hold {pool.pages * pool.page_tokens} tokens here; "
+                    f"compile with --context {sequence.total_tokens} for longer ones",
                 )
 
     def submit(self, sequence: Sequence) -> None:

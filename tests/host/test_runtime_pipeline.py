@@ -264,9 +264,10 @@ def test_a_request_beyond_the_positions_says_what_is_left(workers: Pipeline, pro
 def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
     with (
         open_fake(tmp_path, {"max_kv_tokens": 40}, in_process=True) as pipe,
-        pytest.raises(FitError, match="needs 11 KV pages of 4 tokens, the pipeline has 10"),
+        pytest.raises(FitError, match="needs 11 KV pages of 4 tokens, the pipeline has 10") as caught,
     ):
         pipe.generate_ids([[1], PROMPT], max_tokens=25)
+    assert "may hold 40 tokens" in caught.value.hint and f"--context {len(PROMPT) + 25} " in caught.value.hint
 
 
 @pytest.mark.parametrize(
