@@ -55,12 +55,12 @@ def chunked_product(weight: Tensor, chunk: int = 8192) -> Product:
 
     Only `chunk` rows of the weight are in float32 at a time: a second copy of it is in nobody's plan.
     """
-    parts = weight.split(chunk)
+    parts = torch.split(weight, chunk)
 
     def run(x: Tensor) -> Tensor:
         wide = x.float()
         out = wide.new_empty(len(x), len(weight))
-        for part, columns in zip(parts, out.split(chunk, 1), strict=True):
+        for part, columns in zip(parts, torch.split(out, chunk, 1), strict=True):
             columns.copy_(torch.mm(wide, part.float().t()))
         return out
 
