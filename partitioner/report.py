@@ -52,7 +52,7 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         ("time to first token", range_text(found.ttft_s)),
         ("time per output token", range_text(found.tpot_s)),
         (
-            "output tokens/s",
+            f"output tokens/s at {plan.workload.concurrency} in flight",
             f"{count_text(rate.value)} ({count_text(rate.low)} to {count_text(rate.high)}, {rate.source})",
         ),
         ("largest context", f"{found.max_context_tokens:,} tokens x {plan.workload.concurrency} requests"),

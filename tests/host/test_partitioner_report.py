@@ -44,16 +44,16 @@ def test_causes_name_the_number_and_the_runner_up() -> None:
     assert fast.number == "decode 7 ms (memory-bound), prefill 7 ms, busy 14 ms per request"
     assert fast.why == "it is the slowest stage; every other split has a slower one"
     assert slow.why == "one more block would make it the slowest stage (16 ms per request)"
-    assert slow.runner_up == "without slow.0: 62.5 tokens/s at the slowest stage on fast (-12.5 %)"
+    assert slow.runner_up == "without slow.0: 62.5 tokens/s when kept full on fast (-12.5 %)"
     assert fast.runner_up == "without fast.0: no plan fits"
     (idle,) = plan.idle
     assert idle.device == "tiny.0"
     assert idle.cause.why == "not even one block fits"
     assert idle.cause.number == "508 B short"
     assert plan.cause is not None
-    assert plan.cause.why.endswith("any order: 71.4 tokens/s at the slowest stage")
+    assert plan.cause.why.endswith("any order: 71.4 tokens/s when kept full")
     assert plan.cause.number == "the slowest stage is fast.0, 14 ms per request"
-    assert plan.cause.runner_up == "other devices: 62.5 tokens/s at the slowest stage on fast (-12.5 %)"
+    assert plan.cause.runner_up == "other devices: 62.5 tokens/s when kept full on fast (-12.5 %)"
 
 
 def test_a_full_memory_is_the_cause() -> None:
@@ -96,7 +96,7 @@ def test_rows_and_bars_add_up() -> None:
     assert [name for name, _ in summary_rows(plan)][:3] == [
         "time to first token",
         "time per output token",
-        "output tokens/s",
+        f"output tokens/s at {plan.workload.concurrency} in flight",
     ]
     assert idle_rows(plan)[0][0] == "tiny.0"
     assert device_rows(plan.cluster.devices)[0][:2] == ("fast.0", "null")
