@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.backends.kernels.gpu import gemm
+from plait.backends.kernels.gpu import attend, gemm, streams
 from plait.backends.kernels.gpu.kernel import Kernel
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for area in (gemm,) for kernel in area.KERNELS}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for area in (attend, gemm, streams) for kernel in area.KERNELS}

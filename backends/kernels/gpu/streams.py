@@ -1,0 +1,168 @@
+"""Kernels bound by memory: what each takes. The code is in `sources/{embed,norm,rope,elementwise,head}.py`.
+
+Tensors are (rows, width) with a row stride in elements and adjacent values in a row. Everything is computed in float32
+and rounded once at the store. Words in the expressions: `<pointer>_bytes` is the size of one element of that pointer.
+
+Constants:
+    BLOCK (of the norms): the next power of two of H.
+    HEADS, KV_HEADS, HEAD_DIM: of q, and of k and v. HEADS 0 in `rope_write`: q and q_out are left alone.
+    ROTARY_DIM: pairs (i, i + ROTARY_DIM / 2) of each head turn, the rest passes through; 0: nothing turns, and cos and
+        sin are left alone. cos and sin are float32 (rows, ROTARY_DIM / 2).
+"""
+
+from __future__ import annotations
+
+from plait.backends.kernels.gpu.kernel import Kernel
+
+_SOURCES = "plait.backends.kernels.gpu.sources"
+
+#: out[r] = table[tokens[r]]; tokens i32, never negative; the table's rows are H apart.
+EMBED = Kernel(
+    name="embed",
+    source=f"{_SOURCES}.embed:embed",
+    pointers=("tokens", "table", "out"),
+    scalars={"rows": "i32", "H": "i32", "out_stride": "i32"},
+    constants=(),
+    tile=("BLOCK",),
+    grid=("rows", "cdiv(H, BLOCK)", "1"),
+    nature="stream",
+    written=("out",),
+    bytes="rows * H * (table_bytes + out_bytes)",
+)
+
+#: out[r] = x[index[r]]; index i32, never negative.
+GATHER_ROWS = Kernel(
+    name="gather_rows",
+    source=f"{_SOURCES}.embed:gather_rows",
+    pointers=("x", "index", "out"),
+    scalars={"rows": "i32", "H": "i32", "x_stride": "i32", "out_stride": "i32"},
+    constants=(),
+    tile=("BLOCK",),
+    grid=("rows", "cdiv(H, BLOCK)", "1"),
+    nature="stream",
+    written=("out",),
+    bytes="rows * H * (x_bytes + out_bytes)",
+)
+
+#: out = x / sqrt(mean(x^2) + eps) * weight, per row.
+RMS_NORM = Kernel(
+    name="rms_norm",
+    source=f"{_SOURCES}.norm:rms_norm",
+    pointers=("x", "weight", "out"),
+    scalars={"rows": "i32", "H": "i32", "x_stride": "i32", "out_stride": "i32", "eps": "f32"},
+    constants=("BLOCK",),
+    tile=(),
+    grid=("rows", "1", "1"),
+    nature="stream",
+    written=("out",),
+    flops="4 * rows * H",
+    bytes="rows * H * (x_bytes + out_bytes) + H * weight_bytes",
+)
+
+#: total = x + y, rounded to total's type; out = rms_norm(total). total may be x or y.
+ADD_RMS_NORM = Kernel(
+    name="add_rms_norm",
+    source=f"{_SOURCES}.norm:add_rms_norm",
+    pointers=("x", "y", "weight", "total", "out"),
+    scalars={
+        "rows": "i32",
+        "H": "i32",
+        "x_stride": "i32",
+        "y_stride": "i32",
+        "total_stride": "i32",
+        "out_stride": "i32",
+        "eps": "f32",
+    },
+    constants=("BLOCK",),
+    tile=(),
+    grid=("rows", "1", "1"),
+    nature="stream",
+    written=("total", "out"),
+    flops="5 * rows * H",
+    bytes="rows * H * (x_bytes + y_bytes + total_bytes + out_bytes) + H * weight_bytes",
+)
+
+#: x (rows, HEADS * HEAD_DIM) turned. out may be x.
+ROPE = Kernel(
+    name="rope",
+    source=f"{_SOURCES}.rope:rope",
+    pointers=("x", "cos", "sin", "out"),
+    scalars={"rows": "i32", "x_stride": "i32", "out_stride": "i32"},
+    constants=("HEADS", "HEAD_DIM", "ROTARY_DIM"),
+    tile=("BLOCK_HEADS",),
+    grid=("rows", "cdiv(HEADS, BLOCK_HEADS)", "1"),
+    nature="stream",
+    written=("out",),
+    flops="3 * rows * HEADS * HEAD_DIM",
+    bytes="rows * HEADS * HEAD_DIM * (x_bytes + out_bytes) + 4 * rows * ROTARY_DIM",
+)
+
+#: q turned into q_out (which may be q); k turned, and v, into k_pages and v_pages, (page, token, kv_head, head_dim), at
+#: slots[r] = page * page_tokens + token, i32; -1 writes nothing. Pages of an fp8 type hold value / scale, clamped to the type's range; other types want scale 1.
+ROPE_WRITE = Kernel(
+    name="rope_write",
+    source=f"{_SOURCES}.rope:rope_write",
+    pointers=("q", "k", "v", "cos", "sin", "slots", "q_out", "k_pages", "v_pages"),
+    scalars={
+        "rows": "i32",
+        "q_stride": "i32",
+        "k_stride": "i32",
+        "v_stride": "i32",
+        "q_out_stride": "i32",
+        "k_scale": "f32",
+        "v_scale": "f32",
+    },
+    constants=("HEADS", "KV_HEADS", "HEAD_DIM", "ROTARY_DIM"),
+    tile=("BLOCK_HEADS",),
+    grid=("rows", "cdiv(HEADS, BLOCK_HEADS) + cdiv(KV_HEADS, BLOCK_HEADS)", "1"),
+    nature="stream",
+    written=("q_out", "k_pages", "v_pages"),
+    flops="3 * rows * (HEADS + KV_HEADS) * HEAD_DIM",
+    bytes="rows * HEAD_DIM * (HEADS * (q_bytes + q_out_bytes) + KV_HEADS * (k_bytes + v_bytes + 2 * k_pages_bytes))"
+    " + 4 * rows * ROTARY_DIM",
+)
+
+_BINARY_SCALARS = ("rows", "N", "x_stride", "y_stride", "out_stride")
+
+
+def _binary(name: str, flops: int, constants: tuple[str, ...] = ()) -> Kernel:
+    """x and y (rows, N) to out, which may be x or y."""
+    return Kernel(
+        name=name,
+        source=f"{_SOURCES}.elementwise:{name}",
+        pointers=("x", "y", "out"),
+        scalars=dict.fromkeys(_BINARY_SCALARS, "i32"),
+        constants=constants,
+        tile=("BLOCK",),
+        grid=("rows", "cdiv(N, BLOCK)", "1"),
+        nature="stream",
+        written=("out",),
+        flops=f"{flops} * rows * N",
+        bytes="rows * N * (x_bytes + y_bytes + out_bytes)",
+    )
+
+
+ADD = _binary("add", 1)
+
+#: silu(x) * y
+SILU_MUL = _binary("silu_mul", 5)
+
+#: gelu(x) * y; APPROXIMATE: the tanh form.
+GELU_MUL = _binary("gelu_mul", 8, ("APPROXIMATE",))
+
+#: out[r], i32: the first place of the largest of V values; a NaN is larger than all (NumPy's rule).
+ARGMAX = Kernel(
+    name="argmax",
+    source=f"{_SOURCES}.head:argmax",
+    pointers=("logits", "out"),
+    scalars={"rows": "i32", "V": "i32", "stride": "i32"},
+    constants=(),
+    tile=("BLOCK",),
+    grid=("rows", "1", "1"),
+    nature="stream",
+    written=("out",),
+    flops="rows * V",
+    bytes="rows * V * logits_bytes",
+)
+
+KERNELS = (EMBED, GATHER_ROWS, RMS_NORM, ADD_RMS_NORM, ROPE, ROPE_WRITE, ADD, SILU_MUL, GELU_MUL, ARGMAX)
