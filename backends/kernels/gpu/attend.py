@@ -1,11 +1,11 @@
 """Attention over paged KV: what each kernel takes. The code is in `sources/attention.py`.
 
-q and out are (tokens, KV_HEADS * GROUP * HEAD_DIM) with a row stride in elements, of one type; query head h reads KV head
-h // GROUP. k_pages and v_pages are (page, token, kv_head, head_dim), of q's type or an fp8 type; value = code * scale
-(`k_scale`, `v_scale`; 1 for q's type). table is i32 (S, table_stride), kv_lens i32 (S,): tokens of the sequence with the
-new ones, which `rope_write` has put into the pages. Only visible keys are read: what else lies in a page, or behind an
-entry of the table, may be anything. `sinks` (HEADS,), of q's type or fp32, are logits that take part in the softmax and
-bring no value.
+q and out are (tokens, KV_HEADS * GROUP * HEAD_DIM) with a row stride in elements, of one type; query head h reads KV
+head h // GROUP. k_pages and v_pages are (page, token, kv_head, head_dim), of q's type or an fp8 type; value = code *
+scale (`k_scale`, `v_scale`; 1 for q's type). table is i32 (S, table_stride), kv_lens i32 (S,): tokens of the sequence
+with the new ones, which `rope_write` has put into the pages. Only visible keys are read: what else lies in a page, or
+behind an entry of the table, may be anything. `sinks` (HEADS,), of q's type or fp32, are logits that take part in the
+softmax and bring no value.
 
 Words in the expressions: batch symbols D decode sequences, P prefill tiles, T tokens, L keys of the longest sequence of
 the launch; `<pointer>_bytes` is the size of one element of that pointer.
@@ -32,11 +32,12 @@ _SPLITS = ("SPLIT_KEYS", "MAX_SPLITS")
 _FLOPS = f"4 * KV_HEADS * GROUP * HEAD_DIM * {_VISIBLE}"
 _SCALES: dict[str, Literal["i32", "f32"]] = {"scale": "f32", "k_scale": "f32", "v_scale": "f32"}
 
-#: One new token of each of D sequences. decodes i32 (D, 2): the sequence (its row in table and kv_lens; -1: do nothing),
-#: and the token's row in q and out. A sequence with kv_len 0 gets zeros; one whose keys are one split is done here. The
-#: others leave in part fp32 (D, HEADS, splits, HEAD_DIM) sums of exp2(score - max) * v, in part_max and part_sum fp32
-#: (D, HEADS, splits) that max, in units of log 2, and the sum of weights, for `attention_combine`; where no sequence has
-#: more than one split, `attention_combine` need not run. `splits` is the most splits of a sequence, or more.
+#: One new token of each of D sequences. decodes i32 (D, 2): the sequence (its row in table and kv_lens; -1: do
+#: nothing), and the token's row in q and out. A sequence with kv_len 0 gets zeros; one whose keys are one split is done
+#: here. The others leave in part fp32 (D, HEADS, splits, HEAD_DIM) sums of exp2(score - max) * v, in part_max and
+#: part_sum fp32 (D, HEADS, splits) that max, in units of log 2, and the sum of weights, for `attention_combine`; where
+#: no sequence has more than one split, `attention_combine` need not run. `splits` is the most splits of a sequence, or
+#: more.
 ATTENTION_DECODE = Kernel(
     name="attention_decode",
     source=f"{_SOURCE}:attention_decode",
@@ -69,8 +70,8 @@ ATTENTION_COMBINE = Kernel(
     bytes="D * KV_HEADS * GROUP * (HEAD_DIM * (4 * splits + out_bytes) + 8 * splits)",
 )
 
-#: Several new tokens of a sequence, causally. tiles i32 (P, 2): the sequence (-1: do nothing), and the first query of the
-#: tile, counted from the sequence's first new token. A tile is BLOCK_M // GROUP tokens, of which those beyond the
+#: Several new tokens of a sequence, causally. tiles i32 (P, 2): the sequence (-1: do nothing), and the first query of
+#: the tile, counted from the sequence's first new token. A tile is BLOCK_M // GROUP tokens, of which those beyond the
 #: sequence's end are left out. query_starts i32 (S + 1,). Tiles that come first start first: put the longest ahead.
 ATTENTION_PREFILL = Kernel(
     name="attention_prefill",
