@@ -25,7 +25,7 @@ _SOURCES = "plait.backends.kernels.gpu.sources"
 _PLAIN = f"{_SOURCES}.gemm"
 _QUANT = f"{_SOURCES}.gemm_quant"
 
-_TILE = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")
+_TILE = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "XCDS")
 _SCALARS: dict[str, Literal["i32", "f32"]] = {
     "rows": "i32",
     "N": "i32",
@@ -104,7 +104,7 @@ GEMM_FP8_FP8 = _product(
 )
 
 #: x (rows, K) to fp8 of out's type with one fp32 scale per row, (rows,), or per GROUP values of a row,
-#: (rows, cdiv(K, GROUP)): scale = largest magnitude / largest fp8, 1 where all are 0; out = x / scale, clamped.
+#: (rows, cdiv(K, GROUP)): scale = largest magnitude / largest fp8, at least the smallest normal; out = x / scale.
 QUANTIZE_ROWS = Kernel(
     name="quantize_rows",
     source=f"{_QUANT}:quantize_rows",
