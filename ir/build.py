@@ -13,7 +13,7 @@ from plait.ir.dialect import verify
 from plait.ir.module import MODEL, name_list
 from plait.ir.ops.base import tensor_type
 from plait.ir.rope import Rope
-from plait.ir.types import BatchType, KVType, element, tensor
+from plait.ir.types import DTYPES, FP8, BatchType, KVType, element, tensor
 
 
 class Builder:
@@ -49,7 +49,7 @@ class Builder:
 
     def embed(self, table: str, vocabulary: int, hidden: int) -> SSAValue:
         """Rows of the table for the batch's tokens: (tokens, hidden)."""
-        return self._add(ops.EmbedOp(self.weight(table, (vocabulary, hidden)), self._batch, self.block))
+        return self._add(ops.EmbedOp(self.weight(table, (vocabulary, hidden)), self._batch, self.element, self.block))
 
     def rms_norm(self, x: SSAValue, weight: str, eps: float) -> SSAValue:
         """x (tokens, hidden), scaled by the weight (hidden)."""
@@ -77,20 +77,41 @@ class Builder:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: str | None = None,
+        kv_dtype: str | None = None,
     ) -> SSAValue:
-        """Attention with a KV value of its own, an argument of the function named `kv.BLOCK`."""
+        """Attention with a KV value of its own, an argument of the function named `kv.BLOCK`.
+
+        Args:
+            sinks: the tensor of one sink per head.
+            kv_dtype: what K and V are stored in (a compute dtype or FP8); the module's dtype where not given.
+        """
         assert self.block is not None, "attention stands in a block"
-        kind = KVType.get(kv_heads, head_dim, self.element, window)
+        stored = self.element if kv_dtype is None else (DTYPES | FP8)[kv_dtype]
+        kind = KVType.get(kv_heads, head_dim, stored, window)
         cache = self._block.insert_arg(kind, len(self._block.args))
         self._arg_names.append(f"kv.{self.block}")
         return self._add(
             ops.AttentionOp(
-                q, k, v, cache, self._batch, heads=heads, scale=scale, window=window, softcap=softcap, block=self.block
+                q,
+                k,
+                v,
+                cache,
+                self._batch,
+                None if sinks is None else self.weight(sinks, (heads,)),
+                heads=heads,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                block=self.block,
             )
         )
 
     def silu_mul(self, gate: SSAValue, up: SSAValue) -> SSAValue:
         return self._add(ops.SiluMulOp(gate, up, self.block))
+
+    def gelu_mul(self, gate: SSAValue, up: SSAValue, approximate: str = "none") -> SSAValue:
+        return self._add(ops.GeluMulOp(gate, up, approximate, self.block))
 
     def add(self, x: SSAValue, y: SSAValue) -> SSAValue:
         return self._add(ops.AddOp(x, y, self.block))

@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from xdsl.dialects.builtin import DYNAMIC_INDEX, ModuleOp, TensorType
 from xdsl.dialects.func import ReturnOp
-from xdsl.ir import Attribute, SSAValue
+from xdsl.ir import SSAValue
 
 from plait.ir.module import main, signature
+from plait.ir.numbers import Quantised, round_to
 from plait.ir.ops import BatchFacts, OracleKV, PlaitOp, WeightOp
 from plait.ir.ops.base import Float64
-from plait.ir.types import KVType, Tensor, dtype_name
+from plait.ir.types import KVType, QuantType, Tensor
 from plait.spec import kv_class
-
-_NUMPY: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-def round_to(values: Float64, kind: Attribute) -> Float64:
-    """float64 values rounded to nearest even to an element type, kept as float64."""
-    return np.asarray(values, np.float64).astype(_NUMPY[dtype_name(kind)]).astype(np.float64)
 
 
 class Oracle:
@@ -31,13 +24,18 @@ class Oracle:
 
     Args:
         module: a whole model or one slice.
-        weights: tensors by name, any float dtype; rounded to the types that the module says.
+        weights: tensors by name: any float dtype, rounded to the types that the module says; `Quantised` where it says
+            a quantised one.
         pages: pages per KV class (`plait.spec.kv_class`).
         page_tokens: tokens of one page.
     """
 
     def __init__(
-        self, module: ModuleOp, weights: Mapping[str, NDArray[Any]], pages: Mapping[str, int], page_tokens: int
+        self,
+        module: ModuleOp,
+        weights: Mapping[str, NDArray[Any] | Quantised],
+        pages: Mapping[str, int],
+        page_tokens: int,
     ) -> None:
         self._module = module
         self._weights = weights
@@ -63,15 +61,24 @@ class Oracle:
                 break
             assert isinstance(op, PlaitOp), f"{op.name} is not an op of the dialect"
             if isinstance(op, WeightOp):
-                results: tuple[Float64, ...] = (np.asarray(self._weights[op.symbol.data], np.float64),)
+                results: tuple[Float64, ...] = (self._weight(op),)
             else:
                 results = op.oracle(*(env[operand] for operand in op.operands))
             for result, value in zip(op.results, results, strict=True):
                 kind = result.type
                 assert isinstance(kind, TensorType)
                 _check_shape(value, kind, op.name)
-                env[result] = round_to(value, kind.element_type)
+                quantised = isinstance(kind.element_type, QuantType)
+                env[result] = value if quantised else round_to(value, kind.element_type)
         return {name: env[value] for name, value in self._signature.outputs.items()}
+
+    def _weight(self, op: WeightOp) -> Float64:
+        found, kind = self._weights[op.symbol.data], op.result.type
+        assert isinstance(kind, TensorType)
+        if isinstance(kind.element_type, QuantType):
+            assert isinstance(found, Quantised) and found.kind == kind.element_type, f"{op.symbol.data} is {kind}"
+            return found.values()
+        return np.asarray(found, np.float64)
 
 
 def _check_shape(values: Float64, kind: Tensor, what: str) -> None:

@@ -32,7 +32,8 @@ from plait.errors import UnsupportedError
 from plait.ir import block_count, kv_classes, signature
 from plait.ir.module import ops
 from plait.ir.ops import BatchFacts, WeightOp
-from plait.ir.oracle import Oracle, round_to
+from plait.ir.numbers import round_to
+from plait.ir.oracle import Oracle
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from plait.spec import kv_class
 

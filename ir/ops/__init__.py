@@ -2,7 +2,7 @@
 
 from plait.ir.ops.attention import AttentionOp
 from plait.ir.ops.base import BatchFacts, OracleKV, PlaitOp
-from plait.ir.ops.elementwise import AddOp, SiluMulOp
+from plait.ir.ops.elementwise import AddOp, GeluMulOp, SiluMulOp
 from plait.ir.ops.embed import EmbedOp
 from plait.ir.ops.linear import LinearOp, LinearsOp
 from plait.ir.ops.logits import LogitsOp
@@ -20,6 +20,7 @@ OPS: tuple[type[PlaitOp], ...] = (
     RopeOp,
     AttentionOp,
     SiluMulOp,
+    GeluMulOp,
     AddOp,
     LogitsOp,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "AttentionOp",
     "BatchFacts",
     "EmbedOp",
+    "GeluMulOp",
     "LinearOp",
     "LinearsOp",
     "LogitsOp",

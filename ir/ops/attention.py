@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 from xdsl.dialects.builtin import TensorType
 from xdsl.ir import Attribute, SSAValue
-from xdsl.irdl import irdl_op_definition, operand_def, opt_prop_def, prop_def, result_def
+from xdsl.irdl import irdl_op_definition, operand_def, opt_operand_def, opt_prop_def, prop_def, result_def
 
 from plait.ir.facts import Cost, Step, visible_pairs
+from plait.ir.numbers import saturate
 from plait.ir.ops.base import (
     FORMAT,
     BatchFacts,
@@ -23,8 +24,10 @@ from plait.ir.ops.base import (
     properties,
     require,
     require_positive,
+    tensor_type,
+    weight_type,
 )
-from plait.ir.types import BatchType, KVType, dtype_bytes, tokens_by
+from plait.ir.types import BatchType, KVType, dtype_bytes, tensor, tensor_bytes, tokens_by
 from plait.spec import kv_class
 
 
@@ -35,6 +38,10 @@ class AttentionOp(PlaitOp):
     For query head h and KV head h // (heads / kv_heads): softmax over the visible keys of scale * q k, times v. With a
     `softcap` c the scores become c * tanh(score / c) before the mask. Key j is visible to query i when j <= i and,
     under a `window` w, i - j < w. Absent attributes are off.
+
+    `sinks` (heads) are scores that every query of a head sees beside its keys and that have no value: the softmax's
+    denominator gains exp(sink). They are neither scaled nor capped. An FP8 `kv` rounds k and v as they are appended
+    (see `!plait.kv`), and the new tokens attend to what was stored.
     """
 
     name = "plait.attention"
@@ -45,6 +52,7 @@ class AttentionOp(PlaitOp):
     v = operand_def(TensorType)
     kv = operand_def(KVType)
     batch = operand_def(BatchType)
+    sinks = opt_operand_def(TensorType)
     heads = prop_def(I64Attr)
     scale = prop_def(F64Attr)
     window = opt_prop_def(I64Attr)
@@ -60,6 +68,7 @@ class AttentionOp(PlaitOp):
         v: SSAValue,
         kv: SSAValue,
         batch: SSAValue,
+        sinks: SSAValue | None = None,
         *,
         heads: int,
         scale: float,
@@ -68,7 +77,7 @@ class AttentionOp(PlaitOp):
         block: int | None = None,
     ) -> None:
         super().__init__(
-            operands=[q, k, v, kv, batch],
+            operands=[q, k, v, kv, batch, sinks],
             result_types=[q.type],
             properties=properties(
                 heads=heads,
@@ -112,15 +121,23 @@ class AttentionOp(PlaitOp):
             self.window_tokens,
             self.cache,
         )
-        require(self.cache.dtype == q.element_type, "q, k and v are {} but their KV is {}", q.element_type, self.cache)
+        same = self.cache.is_fp8 or self.cache.dtype == q.element_type
+        require(same, "q, k and v are {} but their KV is {}", q.element_type, self.cache)
+        if self.sinks is not None:
+            sinks = weight_type(self.sinks, "the sinks", 1)
+            wanted = tensor((heads,), q.element_type)
+            require(sinks == wanted, "the sinks are {} where {} is due", sinks, wanted)
         require_positive(self.scale.value.data, "scale")
         if self.softcap is not None:
             require_positive(self.softcap.value.data, "softcap (leave it out for none)")
         return (q,)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
-        q, k, v, cache, batch = operands
+        q, k, v, cache, batch, *sinks = operands
         assert isinstance(cache, OracleKV)
+        sink = np.full(self.heads.value.data, -np.inf) if not sinks else sinks[0]
+        if self.cache.is_fp8:
+            k, v = (saturate(x, self.cache.dtype) for x in (k, v))
         table = batch.page_tables[kv_class(self.window_tokens)]
         shape = (-1, self.kv_heads, self.head_dim)
         k, v = k.reshape(shape), v.reshape(shape)
@@ -128,7 +145,7 @@ class AttentionOp(PlaitOp):
         for s in range(len(batch.kv_lens)):
             rows = slice(batch.query_starts[s], batch.query_starts[s + 1])
             self._append(cache, table[s], batch.positions[rows], k[rows], v[rows])
-            out[rows] = self._attend(cache, table[s], batch, rows, q[rows])
+            out[rows] = self._attend(cache, table[s], batch, rows, q[rows], sink.reshape(self.kv_heads, -1, 1))
         return (out.reshape(len(q), -1),)
 
     @staticmethod
@@ -137,7 +154,9 @@ class AttentionOp(PlaitOp):
         assert (pages >= 0).all(), "a token has no page"
         cache.k[pages, slots], cache.v[pages, slots] = k, v
 
-    def _attend(self, cache: OracleKV, table: Any, batch: BatchFacts, rows: slice, q: Float64) -> Float64:
+    def _attend(
+        self, cache: OracleKV, table: Any, batch: BatchFacts, rows: slice, q: Float64, sink: Float64
+    ) -> Float64:
         queries = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (query, kv_head, group, head_dim)
         out = np.empty_like(queries)
         for i, position in enumerate(batch.positions[rows]):
@@ -151,14 +170,16 @@ class AttentionOp(PlaitOp):
             if self.softcap is not None:
                 cap = self.softcap.value.data
                 scores = cap * np.tanh(scores / cap)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
+            top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+            weights = np.exp(scores - top)
+            weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
             out[i] = np.einsum("hgk,khd->hgd", weights, v)
         return out.reshape(len(q), -1, self.head_dim)
 
     def cost(self, step: Step) -> Cost:
         heads, window = self.heads.value.data, self.window_tokens
-        size, kv_row = dtype_bytes(self.cache.dtype), 2 * self.kv_heads * self.head_dim
+        size = dtype_bytes(tensor_type(self.q, "q", 2).element_type)
+        kv_row = 2 * self.kv_heads * self.head_dim
         pairs = sum(visible_pairs(q, kv, window) for q, kv in zip(step.query_lens, step.kv_lens, strict=True))
         read = sum(
             kv if window is None else min(kv, window + q - 1)
@@ -169,7 +190,8 @@ class AttentionOp(PlaitOp):
         # and sum are 5 more, a soft-cap's division, tanh and product 3.
         per_pair = 4.0 * self.head_dim + 5.0 + (3.0 if self.softcap is not None else 0.0)
         return Cost(
-            flops=heads * pairs * per_pair,
+            flops=heads * pairs * per_pair + (3.0 * heads * tokens if self.sinks is not None else 0.0),
+            weight_bytes=0.0 if self.sinks is None else float(tensor_bytes(tensor_type(self.sinks, "the sinks", 1))),
             activation_bytes=(2.0 * heads * self.head_dim + kv_row) * tokens * size,
-            kv_bytes=float((read + tokens) * kv_row * size),
+            kv_bytes=float((read + tokens) * kv_row * dtype_bytes(self.cache.dtype)),
         )

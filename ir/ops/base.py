@@ -24,7 +24,7 @@ from xdsl.irdl import IRDLOperation, IRDLOption, ParsePropInAttrDict, opt_prop_d
 from xdsl.utils.exceptions import VerifyException
 
 from plait.ir.facts import Cost, Step
-from plait.ir.types import DTYPES, Tensor, is_dtype
+from plait.ir.types import DTYPES, QuantType, Tensor, is_dtype
 
 Float64 = NDArray[np.float64]
 I64Attr = IntegerAttr[I64]
@@ -143,6 +143,14 @@ def weight_type(value: SSAValue, what: str, rank: int) -> Tensor:
     owner = value.owner
     made_by = owner.name if isinstance(owner, Operation) else "an argument of @main"
     require(made_by == "plait.weight", "{} must come from plait.weight, not from {}", what, made_by)
+    return kind
+
+
+def matrix_type(value: SSAValue, what: str, dtype: Attribute | None = None) -> Tensor:
+    """The type of `value`, which must be a matrix made by a `plait.weight`: quantised, or of `dtype` where given."""
+    kind = weight_type(value, what, 2)
+    if dtype is not None and not isinstance(kind.element_type, QuantType):
+        require(kind.element_type == dtype, "{} is {} where {} is due", what, kind, dtype)
     return kind
 
 

@@ -1,14 +1,15 @@
-"""`plait.silu_mul` and `plait.add`."""
+"""`plait.silu_mul`, `plait.gelu_mul` and `plait.add`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from xdsl.dialects.builtin import TensorType
+from xdsl.dialects.builtin import StringAttr, TensorType
 from xdsl.ir import Attribute, SSAValue
-from xdsl.irdl import irdl_op_definition, operand_def, result_def
+from xdsl.irdl import irdl_op_definition, operand_def, prop_def, result_def
 
 from plait.ir.facts import Cost, Step
 from plait.ir.ops.base import FORMAT, Float64, PlaitOp, activation_type, properties, require, tensor_type
@@ -27,8 +28,8 @@ class _Binary(PlaitOp):
     #: Flops per value.
     FLOPS: ClassVar[float] = 1.0
 
-    def __init__(self, x: SSAValue, y: SSAValue, block: int | None = None) -> None:
-        super().__init__(operands=[x, y], result_types=[x.type], properties=properties(block=block))
+    def __init__(self, x: SSAValue, y: SSAValue, block: int | None = None, **own: str) -> None:
+        super().__init__(operands=[x, y], result_types=[x.type], properties=properties(block=block, **own))
 
     def infer(self) -> Sequence[Attribute]:
         kind = activation_type(self.x, "x")
@@ -51,8 +52,48 @@ class SiluMulOp(_Binary):
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         gate, up = operands
-        # 1 / (1 + exp(-z)) as exp(-log(1 + exp(-z))): no overflow, and no cancellation far to the left.
-        return (gate * np.exp(-np.logaddexp(0.0, -gate)) * up,)
+        return (gate * _sigmoid(gate) * up,)
+
+
+def _sigmoid(z: Float64) -> Float64:
+    # 1 / (1 + exp(-z)) as exp(-log(1 + exp(-z))): no overflow, and no cancellation far to the left.
+    return np.asarray(np.exp(-np.logaddexp(0.0, -z)))
+
+
+def _normal_cdf(z: Float64) -> Float64:
+    # The complement of erf keeps its digits far to the left. NumPy has neither.
+    return np.asarray(np.vectorize(math.erfc, otypes=[np.float64])(-z * math.sqrt(0.5)) / 2)
+
+
+#: GELU(z) / z by `approximate`; 1/2 (1 + tanh u) is sigmoid(2 u).
+GELU: dict[str, Callable[[Float64], Float64]] = {
+    "none": _normal_cdf,
+    "tanh": lambda z: _sigmoid(math.sqrt(8.0 / math.pi) * (z + 0.044715 * z * z * z)),
+}
+
+
+@irdl_op_definition
+class GeluMulOp(_Binary):
+    """gelu(gate) * up. `approximate` is `none`, z times the normal distribution's cdf, or `tanh`, which is
+    z / 2 (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) (Hendrycks and Gimpel 2016)."""
+
+    name = "plait.gelu_mul"
+    FORMULA: ClassVar[str] = "x / 2 (1 + erf(x / sqrt(2))) * y, or its approximation by tanh"
+    FLOPS: ClassVar[float] = 8.0
+
+    approximate = prop_def(StringAttr)
+
+    def __init__(self, x: SSAValue, y: SSAValue, approximate: str, block: int | None = None) -> None:
+        super().__init__(x, y, block, approximate=approximate)
+
+    def infer(self) -> Sequence[Attribute]:
+        known = self.approximate.data
+        require(known in GELU, "approximate is one of {}, not {}", ", ".join(GELU), known)
+        return super().infer()
+
+    def oracle(self, *operands: Any) -> tuple[Float64, ...]:
+        gate, up = operands
+        return (gate * GELU[self.approximate.data](gate) * up,)
 
 
 @irdl_op_definition

@@ -11,13 +11,23 @@ from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, result_def
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import FORMAT, BatchFacts, Float64, PlaitOp, properties, tensor_type, weight_type
-from plait.ir.types import BatchType, dtype_bytes, tokens_by
+from plait.ir.ops.base import (
+    FORMAT,
+    BatchFacts,
+    Float64,
+    PlaitOp,
+    activation_type,
+    matrix_type,
+    properties,
+    tensor_type,
+)
+from plait.ir.types import BatchType, QuantType, dtype_bytes, tensor_bytes, tokens_by
 
 
 @irdl_op_definition
 class EmbedOp(PlaitOp):
-    """x[t] = table[batch.tokens[t]]; table is (vocabulary, hidden)."""
+    """x[t] = table[batch.tokens[t]]; table is (vocabulary, hidden). The rows have the dtype of the table, or of the
+    result where the table is quantised."""
 
     name = "plait.embed"
     FORMULA: ClassVar[str] = "x[t] = table[tokens[t]]"
@@ -28,17 +38,18 @@ class EmbedOp(PlaitOp):
 
     assembly_format = FORMAT
 
-    def __init__(self, table: SSAValue, batch: SSAValue, block: int | None = None) -> None:
-        kind = tensor_type(table, "the table", 2)
+    def __init__(self, table: SSAValue, batch: SSAValue, dtype: Attribute, block: int | None = None) -> None:
+        width = tensor_type(table, "the table", 2).get_shape()[1]
         super().__init__(
-            operands=[table, batch],
-            result_types=[tokens_by(kind.get_shape()[1], kind.element_type)],
-            properties=properties(block=block),
+            operands=[table, batch], result_types=[tokens_by(width, dtype)], properties=properties(block=block)
         )
 
     def infer(self) -> Sequence[Attribute]:
-        kind = weight_type(self.table, "the table", 2)
-        return (tokens_by(kind.get_shape()[1], kind.element_type),)
+        kind = matrix_type(self.table, "the table")
+        dtype = kind.element_type
+        if isinstance(dtype, QuantType):
+            dtype = activation_type(self.result, "the result").element_type
+        return (tokens_by(kind.get_shape()[1], dtype),)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         table: Float64 = operands[0]
@@ -47,6 +58,8 @@ class EmbedOp(PlaitOp):
         return (table[batch.tokens],)
 
     def cost(self, step: Step) -> Cost:
-        kind = tensor_type(self.table, "the table", 2)
-        row = kind.get_shape()[1] * dtype_bytes(kind.element_type)
-        return Cost(weight_bytes=step.tokens * row, activation_bytes=step.tokens * row)
+        table, out = tensor_type(self.table, "the table", 2), tensor_type(self.result, "the result", 2)
+        return Cost(
+            weight_bytes=step.tokens * tensor_bytes(table) / table.get_shape()[0],
+            activation_bytes=float(step.tokens * out.get_shape()[1] * dtype_bytes(out.element_type)),
+        )

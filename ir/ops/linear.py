@@ -19,31 +19,41 @@ from xdsl.irdl import (
 )
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import FORMAT, Float64, PlaitOp, activation_type, properties, require, tensor_type, weight_type
-from plait.ir.types import Tensor, dtype_bytes, tokens_by
+from plait.ir.ops.base import (
+    FORMAT,
+    Float64,
+    PlaitOp,
+    activation_type,
+    matrix_type,
+    properties,
+    require,
+    tensor_type,
+    weight_type,
+)
+from plait.ir.types import Tensor, dtype_bytes, tensor_bytes, tokens_by
 
 
 def _product(x: SSAValue, weight: SSAValue, bias: SSAValue | None) -> Tensor:
     """The type of x (tokens, in) times weight (out, in) transposed, plus bias (out)."""
-    kind, matrix = activation_type(x, "x"), weight_type(weight, "the weight", 2)
+    kind = activation_type(x, "x")
+    matrix = matrix_type(weight, "the weight", kind.element_type)
     out, inner = matrix.get_shape()
     require(kind.get_shape()[1] == inner, "x is {} but the weight is {} (out, in)", kind, matrix)
-    require(kind.element_type == matrix.element_type, "x is {} but the weight is {}", kind, matrix)
     if bias is not None:
         offset = weight_type(bias, "the bias", 1)
         require(offset.get_shape()[0] == out, "the weight is {} (out, in) but the bias is {}", matrix, offset)
-        require(offset.element_type == matrix.element_type, "the weight is {} but the bias is {}", matrix, offset)
+        require(offset.element_type == kind.element_type, "x is {} but the bias is {}", kind, offset)
     return tokens_by(out, kind.element_type)
 
 
-def _product_cost(weight: SSAValue, biased: bool, step: Step) -> Cost:
-    """Flops and weight bytes of one product; activations are counted by the op."""
+def _product_cost(x: SSAValue, weight: SSAValue, biased: bool, step: Step) -> Cost:
+    """Flops, and bytes of the weight and of the product; the input is counted by the op."""
     matrix = tensor_type(weight, "the weight", 2)
     out, inner = matrix.get_shape()
-    size = dtype_bytes(matrix.element_type)
+    size = dtype_bytes(tensor_type(x, "x", 2).element_type)
     return Cost(
         2.0 * step.tokens * out * inner + (step.tokens * out if biased else 0),
-        (out * inner + (out if biased else 0)) * size,
+        float(tensor_bytes(matrix) + (out * size if biased else 0)),
         float(step.tokens * out * size),
     )
 
@@ -83,7 +93,7 @@ class LinearOp(PlaitOp):
         return (x @ weight.T + (bias[0] if bias else 0.0),)
 
     def cost(self, step: Step) -> Cost:
-        return _input_cost(self.x, step) + _product_cost(self.weight, self.bias is not None, step)
+        return _input_cost(self.x, step) + _product_cost(self.x, self.weight, self.bias is not None, step)
 
 
 @irdl_op_definition
@@ -136,5 +146,5 @@ class LinearsOp(PlaitOp):
     def cost(self, step: Step) -> Cost:
         total = _input_cost(self.x, step)
         for weight in self.weights:
-            total = total + _product_cost(weight, bool(self.biases), step)
+            total = total + _product_cost(self.x, weight, bool(self.biases), step)
         return total

@@ -16,12 +16,12 @@ from plait.ir.ops.base import (
     Float64,
     PlaitOp,
     activation_type,
+    matrix_type,
     properties,
     require,
     tensor_type,
-    weight_type,
 )
-from plait.ir.types import BatchType, dtype_bytes, tokens_by
+from plait.ir.types import BatchType, dtype_bytes, tensor_bytes, tokens_by
 
 
 @irdl_op_definition
@@ -47,9 +47,9 @@ class LogitsOp(PlaitOp):
         )
 
     def infer(self) -> Sequence[Attribute]:
-        kind, matrix = activation_type(self.x, "x"), weight_type(self.weight, "the weight", 2)
+        kind = activation_type(self.x, "x")
+        matrix = matrix_type(self.weight, "the weight", kind.element_type)
         require(kind.get_shape()[1] == matrix.get_shape()[1], "x is {} but the weight is {} (out, in)", kind, matrix)
-        require(kind.element_type == matrix.element_type, "x is {} but the weight is {}", kind, matrix)
         return (tokens_by(matrix.get_shape()[0], Float32Type()),)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
@@ -60,9 +60,9 @@ class LogitsOp(PlaitOp):
     def cost(self, step: Step) -> Cost:
         matrix = tensor_type(self.weight, "the weight", 2)
         vocabulary, hidden = matrix.get_shape()
-        size = dtype_bytes(matrix.element_type)
+        size = dtype_bytes(tensor_type(self.x, "x", 2).element_type)
         return Cost(
             2.0 * step.logit_rows * vocabulary * hidden,
-            vocabulary * hidden * size if step.logit_rows else 0.0,
+            float(tensor_bytes(matrix)) if step.logit_rows else 0.0,
             step.logit_rows * (hidden * size + 4.0 * vocabulary),
         )

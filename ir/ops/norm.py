@@ -11,6 +11,7 @@ from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, prop_def, result_def
 
 from plait.ir.facts import Cost, Step
+from plait.ir.numbers import round_to
 from plait.ir.ops.base import (
     FORMAT,
     F64Attr,
@@ -100,8 +101,7 @@ class AddRmsNormOp(PlaitOp):
         return (kind, kind)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
-        from plait.ir.oracle import round_to  # the sum is rounded before it is normed
-
+        # The sum is rounded before it is normed.
         total = round_to(operands[0] + operands[1], tensor_type(self.x, "x", 2).element_type)
         return total, rms_norm(total, operands[2], self.eps.value.data)
 

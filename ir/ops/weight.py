@@ -11,18 +11,19 @@ from xdsl.irdl import irdl_op_definition, prop_def, result_def
 
 from plait.ir.facts import Cost, Step
 from plait.ir.ops.base import Float64, PlaitOp, properties, require, require_dtype
-from plait.ir.types import Tensor
+from plait.ir.types import QuantType, Tensor
 
 
 @irdl_op_definition
 class WeightOp(PlaitOp):
     """A reference to a tensor of the checkpoint. The IR never holds its bytes; `weights.json` says where they lie.
 
-    A weight op costs nothing itself: the op that uses it counts its bytes.
+    A quantised tensor (element type `!plait.quant`) is one weight with its scales, zeros and minima; what uses it takes
+    the dequantised values. A weight op costs nothing itself: the op that uses it counts its bytes.
     """
 
     name = "plait.weight"
-    FORMULA: ClassVar[str] = "the checkpoint's tensor, cast to the result's element type"
+    FORMULA: ClassVar[str] = "the checkpoint's tensor, cast to the result's element type; exact where quantised"
 
     symbol = prop_def(StringAttr)
     result = result_def(TensorType)
@@ -38,7 +39,11 @@ class WeightOp(PlaitOp):
         # xDSL reads a literal that is not ASCII as bytes, no longer as text.
         require(bool(self.symbol.data) and self.symbol.data.isascii(), "a weight has a name in ASCII")
         require(all(dim > 0 for dim in kind.get_shape()), "a weight has a static, non-empty shape, not {}", kind)
-        require_dtype(kind, "the weight")
+        if isinstance(kind.element_type, QuantType):
+            problem = kind.element_type.problem(kind.get_shape())
+            require(problem is None, "{}: {}", kind, problem)
+        else:
+            require_dtype(kind, "the weight")
         return (kind,)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:

@@ -17,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from plait.backends.base import Batch
 from plait.ir import Builder, Rope, ops
 from plait.ir.ops import AddRmsNormOp, BatchFacts, OracleKV, PlaitOp, WeightOp
-from plait.ir.oracle import Oracle, round_to
+from plait.ir.numbers import round_to
+from plait.ir.oracle import Oracle
 from plait.ir.passes import parse_passes, run_passes
 from plait.ir.rope import angles, frequencies
 from plait.ir.types import element

@@ -1,0 +1,83 @@
+"""What stored numbers mean: rounding to an element type, FP8, and the values of quantised weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from xdsl.ir import Attribute
+
+from plait.ir.types import CODE_MAX, QuantType, dtype_name
+
+Array = NDArray[Any]
+Float64 = NDArray[np.float64]
+
+#: NumPy's dtype of every compute dtype and of every code. 4-bit codes stand one in a byte.
+NUMPY: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "i8": np.dtype(np.int8),
+    "u4": np.dtype(np.uint8),
+}
+
+
+def round_to(values: Float64, kind: Attribute) -> Float64:
+    """float64 values rounded to nearest even to an element type, kept as float64."""
+    return np.asarray(values, np.float64).astype(NUMPY[dtype_name(kind)]).astype(np.float64)
+
+
+def saturate(values: Float64, kind: Attribute) -> Float64:
+    """Values that float32 holds rounded to nearest even to FP8, kept as float64. What is larger than the largest finite
+    number, infinity included, becomes that number with its sign; NaN stays NaN."""
+    largest = CODE_MAX[dtype_name(kind)]
+    return round_to(np.clip(values, -largest, largest), kind)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A quantised weight (rows, columns) as arrays; `plait.ir.types.QuantType` says what they mean.
+
+    Attributes:
+        codes: (rows, columns), FP8 (ml_dtypes), int8, or uint8 that hold 0 .. 15.
+        scale: as `QuantType.scale_shape` says; so are `zero` and `minimum`, where the type has them as tensors.
+    """
+
+    kind: QuantType
+    codes: Array
+    scale: Array
+    zero: Array | None = None
+    minimum: Array | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.kind.scale_shape(self.codes.shape)
+        assert self.codes.dtype == NUMPY[self.kind.code_name], f"codes are {self.codes.dtype}, not {self.kind}"
+        parts = ((self.scale, self.kind.scale_dtype), (self.zero, self.kind.zero_dtype))
+        for part, dtype in (*parts, (self.minimum, self.kind.minimum_dtype)):
+            assert (part is None) == (dtype is None), f"{self.kind}"
+            if part is not None and dtype is not None:
+                assert (part.shape, part.dtype) == (shape, NUMPY[dtype]), f"{part.shape} {part.dtype}: {self.kind}"
+
+    def values(self, dtype: type[np.floating[Any]] = np.float64) -> Array:
+        """The weight's values, computed in `dtype`: exact in float64."""
+        rows, columns = (part or size for part, size in zip(self.kind.block, self.codes.shape, strict=True))
+
+        def spread(part: Array) -> Array:
+            wide = part.astype(dtype).repeat(columns, 1)[:, : self.codes.shape[1]]
+            return wide.repeat(rows, 0)[: self.codes.shape[0]]
+
+        out = self.codes.astype(dtype)
+        if self.kind.zero_point is not None:
+            out -= dtype(self.kind.zero_point)
+        if self.zero is not None:
+            out -= spread(self.zero)
+        out *= spread(self.scale)
+        if self.minimum is not None:
+            out += spread(self.minimum)
+        return out
