@@ -49,6 +49,12 @@ def multiply(x, w, acc):
 
 
 @triton.jit
+def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first BLOCK_N columns, and the other BLOCK_N."""
+    return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+
+
+@triton.jit
 def finish(
     acc,
     bias,
@@ -68,7 +74,7 @@ def finish(
     """Store acc + bias + residual at (row, column) of out, rounded once."""
     if BLOCK_N >= 256:
         # In two halves: all of it, in the layout of the stores and with the residual, would not fit the registers.
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        left, right = halves(acc, BLOCK_M, BLOCK_N // 2)
         finish(
             left,
             bias,
@@ -157,13 +163,15 @@ def gemm(
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """silu, gelu (exact) or gelu_tanh of float32 values."""
-    if ACTIVATION == "silu":
-        return x * tl.sigmoid(x)
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh", ACTIVATION)
     if ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    tl.static_assert(ACTIVATION == "gelu_tanh")
-    # 0.5 (1 + tanh z) = sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3).
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh z) = sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3).
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        share = tl.sigmoid(x)
+    return x * share
 
 
 @triton.jit
@@ -190,18 +198,17 @@ def gemm_gated(
     row, column = origin(rows, N, BLOCK_M, BLOCK_N, GROUP_M, XCDS)
     k = tl.arange(0, BLOCK_K)[None, :]
     x_tile = x + row.to(tl.int64) * x_stride + within(row, rows, BLOCK_M)[:, None] * x_stride + k
-    w_offsets = within(column, N, BLOCK_N)[:, None] * K + k
-    gate_tile = w + column.to(tl.int64) * K + w_offsets
-    up_tile = w + (column.to(tl.int64) + N) * K + w_offsets
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The tile of w is BLOCK_N rows of gate over BLOCK_N rows of up: one product makes both.
+    half = tl.arange(0, 2)[:, None].to(tl.int64) * N + within(column, N, BLOCK_N)[None, :]
+    w_tile = w + column.to(tl.int64) * K + tl.reshape(half, (2 * BLOCK_N,))[:, None] * K + k
+    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
         x_part = load_k(x_tile, K - done, BLOCK_K, EVEN_K)
-        gate = multiply(x_part, load_k(gate_tile, K - done, BLOCK_K, EVEN_K), gate)
-        up = multiply(x_part, load_k(up_tile, K - done, BLOCK_K, EVEN_K), up)
+        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K)
+        acc = multiply(x_part, w_part, acc)
         x_tile += BLOCK_K
-        gate_tile += BLOCK_K
-        up_tile += BLOCK_K
+        w_tile += BLOCK_K
+    gate, up = halves(acc, BLOCK_M, BLOCK_N)
     if HAS_BIAS:
         n = column + tl.arange(0, BLOCK_N)[None, :]
         gate += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
