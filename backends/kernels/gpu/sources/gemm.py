@@ -35,11 +35,25 @@ def within(first, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_k(pointers, left, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """A tile (any, BLOCK_K) of which `left` columns exist; the others are 0."""
-    if EVEN_K:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=tl.arange(0, BLOCK_K)[None, :] < left, other=0.0)
+def load_x(pointers, rows, left, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tile (BLOCK_M, BLOCK_K) of x of which `rows` rows and `left` columns exist; other columns are 0."""
+    # A tile of few rows is mostly rows that do not exist: with a mask they cost no traffic.
+    if BLOCK_M <= 32:
+        there = tl.arange(0, BLOCK_M)[:, None] < rows
+        if EVEN_K % BLOCK_K == 0:
+            part = tl.load(pointers, mask=there, other=0.0)
+        else:
+            part = tl.load(pointers, mask=there & (tl.arange(0, BLOCK_K)[None, :] < left), other=0.0)
+    else:
+        part = load_k(pointers, left, BLOCK_K, EVEN_K % BLOCK_K == 0)
+    return part
+
+
+@triton.jit
+def load_k(pointers, left, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile (any, BLOCK_K) of which `left` columns exist, or all if WHOLE; others are 0."""
+    there = tl.arange(0, BLOCK_K)[None, :] < left
+    return tl.load(pointers) if WHOLE else tl.load(pointers, mask=there, other=0)
 
 
 @triton.jit
@@ -149,8 +163,8 @@ def gemm(
     w_tile = w + column.to(tl.int64) * K + within(column, N, BLOCK_N)[:, None] * K + k
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
-        x_part = load_k(x_tile, K - done, BLOCK_K, EVEN_K)
-        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K)
+        x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
+        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K % BLOCK_K == 0)
         acc = multiply(x_part, w_part, acc)
         x_tile += BLOCK_K
         w_tile += BLOCK_K
@@ -203,8 +217,8 @@ def gemm_gated(
     w_tile = w + column.to(tl.int64) * K + tl.reshape(half, (2 * BLOCK_N,))[:, None] * K + k
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
-        x_part = load_k(x_tile, K - done, BLOCK_K, EVEN_K)
-        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K)
+        x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
+        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K % BLOCK_K == 0)
         acc = multiply(x_part, w_part, acc)
         x_tile += BLOCK_K
         w_tile += BLOCK_K

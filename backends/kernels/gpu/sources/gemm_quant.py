@@ -3,28 +3,36 @@
 import triton
 import triton.language as tl
 
-from plait.backends.kernels.gpu.sources.gemm import finish, load_k, multiply, origin, within
+from plait.backends.kernels.gpu.sources.gemm import finish, load_k, load_x, multiply, origin, within
 
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
+
+
+# A column of scales is a vector until it is used: loaded as (BLOCK_N, 1) it would take the layout of what it
+# multiplies, in which a thread holds, and loads, one number as often as it uses it. And scales are too narrow for
+# asynchronous copies: those of a step are loaded a step ahead by hand.
 
 
 @triton.jit
 def load_scales(start, done, K, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The scales (rows, groups in BLOCK_K) of the columns from `done` on; `start` (rows, 1) points to a row's first."""
-    if BLOCK_K <= GROUP:
-        # Past the end only when loading ahead.
-        return tl.load(start + done // GROUP, mask=done < K, other=0.0).to(tl.float32)
-    groups = done // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
-    return tl.load(start + groups, mask=groups * GROUP < K, other=0.0).to(tl.float32)
+    """The scales of BLOCK_K columns from `done` on, 0 past K: (rows,) or (rows, groups). start: (rows,), the first."""
+    if BLOCK_K > GROUP:
+        groups = done // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
+        scales = tl.load(start[:, None] + groups, mask=groups * GROUP < K, other=0.0)
+    else:
+        scales = tl.load(start + done // GROUP, mask=done < K, other=0.0)
+    return scales.to(tl.float32)
 
 
 @triton.jit
 def spread(scales, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(BLOCK_N, groups) to what broadcasts with (BLOCK_N, BLOCK_K)."""
-    if BLOCK_K <= GROUP:
-        return scales
-    wide = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP))
-    return tl.reshape(wide, (BLOCK_N, BLOCK_K))
+    """What `load_scales` gave to what broadcasts with (BLOCK_N, BLOCK_K)."""
+    if BLOCK_K > GROUP:
+        wide = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP))
+        spread = tl.reshape(wide, (BLOCK_N, BLOCK_K))
+    else:
+        spread = scales[:, None]
+    return spread
 
 
 @triton.jit
@@ -57,24 +65,25 @@ def integers(
 ):
     """out = x ((codes - zero) * scale)^T + bias + residual. PACK codes share a byte; ZERO is for want of zeros."""
     row, column = origin(rows, N, BLOCK_M, BLOCK_N, GROUP_M, XCDS)
-    n = within(column, N, BLOCK_N)[:, None]
+    n = within(column, N, BLOCK_N)
     x_tile = x + row.to(tl.int64) * x_stride + within(row, rows, BLOCK_M)[:, None] * x_stride
     x_tile += tl.arange(0, BLOCK_K)[None, :]
     row_bytes = K // PACK
-    w_tile = w + column.to(tl.int64) * row_bytes + n * row_bytes + tl.arange(0, BLOCK_K // PACK)[None, :]
+    if EVEN_K % 32 == 0:
+        row_bytes = tl.multiple_of(row_bytes, 16)
+    w_tile = w + column.to(tl.int64) * row_bytes + n[:, None] * row_bytes + tl.arange(0, BLOCK_K // PACK)[None, :]
     # One scale per row is one group of a row, whatever K.
     per_row = tl.cdiv(K, GROUP) if GROUP else 1
     span: tl.constexpr = GROUP if GROUP else BLOCK_K
     scale_row = scales + column.to(tl.int64) * per_row + n * per_row
     zero_row = zeros + column.to(tl.int64) * per_row + n * per_row
-    # Too narrow for asynchronous copies: a step's scales are loaded a step ahead by hand.
     next_scale = load_scales(scale_row, 0, K, span, BLOCK_K)
     if HAS_ZEROS:
         next_zero = load_scales(zero_row, 0, K, span, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
-        x_part = load_k(x_tile, K - done, BLOCK_K, EVEN_K)
-        codes = load_k(w_tile, (K - done) // PACK, BLOCK_K // PACK, EVEN_K)
+        x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
+        codes = load_k(w_tile, (K - done) // PACK, BLOCK_K // PACK, EVEN_K % BLOCK_K == 0)
         if PACK == 2:
             codes = tl.interleave(codes & 15, (codes >> 4) & 15)
         scale = spread(next_scale, span, BLOCK_N, BLOCK_K)
@@ -160,9 +169,34 @@ def gemm_int4(
 
 
 @triton.jit
-def scale_rows(scale, column, n, K, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr):
-    """Where the scales of the rows column + n of a weight begin, of n's shape; SCALE_N is not 0."""
-    return scale + (column + n) // SCALE_N * (tl.cdiv(K, SCALE_K) if SCALE_K else 1)
+def weight_scales(scale, column, n, K, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the scales of the rows column + n begin: one pointer where the rows of a tile share them, or one each."""
+    per_row = tl.cdiv(K, SCALE_K) if SCALE_K else 1
+    if SCALE_N == 0:
+        start = scale
+    elif SCALE_N % BLOCK_N == 0:
+        start = scale + column // SCALE_N * per_row
+    else:
+        start = scale + (column + n) // SCALE_N * per_row
+    return start
+
+
+@triton.jit
+def load_next(start, done, K, SPAN: tl.constexpr):
+    """The scales of the columns from `done` on, 0 past K."""
+    return tl.load(start + done // SPAN, mask=done < K, other=0.0)
+
+
+@triton.jit
+def over_rows(scales, ALIKE: tl.constexpr):
+    """Scales of the rows of w, to multiply a tile of w with."""
+    return scales if ALIKE else scales[:, None]
+
+
+@triton.jit
+def over_columns(scales, ALIKE: tl.constexpr):
+    """Scales of the rows of w, to multiply a tile of out with."""
+    return scales if ALIKE else scales[None, :]
 
 
 @triton.jit
@@ -196,26 +230,23 @@ def gemm_fp8(
     k = tl.arange(0, BLOCK_K)[None, :]
     x_tile = x + row.to(tl.int64) * x_stride + within(row, rows, BLOCK_M)[:, None] * x_stride + k
     w_tile = w + column.to(tl.int64) * K + n[:, None] * K + k
-    if SCALE_K:
-        scale_row = scale_rows(scale, column, n[:, None], K, SCALE_N, SCALE_K)
-        next_scale = tl.load(scale_row)
+    ALIKE: tl.constexpr = SCALE_N % BLOCK_N == 0  # the rows of a tile share their scales
+    scales = weight_scales(scale, column, n, K, SCALE_N, SCALE_K, BLOCK_N)
+    next_scale = tl.load(scales)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
-        x_part = load_k(x_tile, K - done, BLOCK_K, EVEN_K)
-        codes = load_k(w_tile, K - done, BLOCK_K, EVEN_K)
+        x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
+        codes = load_k(w_tile, K - done, BLOCK_K, EVEN_K % BLOCK_K == 0)
         if SCALE_K:
-            w_part = (codes.to(tl.float32) * next_scale).to(x.dtype.element_ty)
-            ahead = done + BLOCK_K
-            next_scale = tl.load(scale_row + ahead // SCALE_K, mask=ahead < K, other=0.0)
+            w_part = (codes.to(tl.float32) * over_rows(next_scale, ALIKE)).to(x.dtype.element_ty)
+            next_scale = load_next(scales, done + BLOCK_K, K, SCALE_K)
         else:
             w_part = codes.to(x.dtype.element_ty)
         acc = multiply(x_part, w_part, acc)
         x_tile += BLOCK_K
         w_tile += BLOCK_K
-    if not SCALE_N:
-        acc *= tl.load(scale)
-    elif not SCALE_K:
-        acc *= tl.load(scale_rows(scale, column, n[None, :], K, SCALE_N, SCALE_K))
+    if not SCALE_K:
+        acc *= over_columns(tl.load(scales), ALIKE)
     finish(
         acc, bias, residual, out, row, column, rows, N, residual_stride, out_stride,
         HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
@@ -255,26 +286,33 @@ def gemm_fp8_fp8(
     k = tl.arange(0, BLOCK_K)[None, :]
     x_tile = x + row.to(tl.int64) * x_stride + m[:, None] * x_stride + k
     w_tile = w + column.to(tl.int64) * K + n[:, None] * K + k
-    x_scales = x_scale + (row.to(tl.int64) + m[:, None]) * (tl.cdiv(K, X_GROUP) if X_GROUP else 1)
+    ALIKE: tl.constexpr = SCALE_N % BLOCK_N == 0  # the rows of a tile share their scales
+    x_scales = x_scale + row.to(tl.int64) * (tl.cdiv(K, X_GROUP) if X_GROUP else 1)
+    x_scales += m * (tl.cdiv(K, X_GROUP) if X_GROUP else 1)
+    w_scales = weight_scales(w_scale, column, n, K, SCALE_N, SCALE_K, BLOCK_N)
+    next_x, next_w = tl.load(x_scales), tl.load(w_scales)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
-        x_part = load_k(x_tile, K - done, BLOCK_K, EVEN_K)
-        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K)
-        # NVIDIA's sums of fp8 products are short of float32; every BLOCK_K products they are added to a full one.
-        part = tl.dot(x_part, tl.trans(w_part), out_dtype=tl.float32, max_num_imprecise_acc=BLOCK_K)
-        if X_GROUP:
-            part *= tl.load(x_scales + done // X_GROUP)
-        if SCALE_K:
-            part *= tl.load(scale_rows(w_scale, column, n[None, :], K, SCALE_N, SCALE_K) + done // SCALE_K)
-        acc += part
+        x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
+        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K % BLOCK_K == 0)
+        if X_GROUP or SCALE_K:
+            part = tl.dot(x_part, tl.trans(w_part), out_dtype=tl.float32)
+            if X_GROUP:
+                part *= next_x[:, None]
+                next_x = load_next(x_scales, done + BLOCK_K, K, X_GROUP)
+            if SCALE_K:
+                part *= over_columns(next_w, ALIKE)
+                next_w = load_next(w_scales, done + BLOCK_K, K, SCALE_K)
+            acc += part
+        else:
+            # NVIDIA's own sums of fp8 products are short of float32: they go into a full one every BLOCK_K products.
+            acc = tl.dot(x_part, tl.trans(w_part), acc, max_num_imprecise_acc=BLOCK_K)
         x_tile += BLOCK_K
         w_tile += BLOCK_K
     if not X_GROUP:
-        acc *= tl.load(x_scales)
-    if not SCALE_N:
-        acc *= tl.load(w_scale)
-    elif not SCALE_K:
-        acc *= tl.load(scale_rows(w_scale, column, n[None, :], K, SCALE_N, SCALE_K))
+        acc *= tl.load(x_scales)[:, None]
+    if not SCALE_K:
+        acc *= over_columns(tl.load(w_scales), ALIKE)
     finish(
         acc, bias, residual, out, row, column, rows, N, residual_stride, out_stride,
         HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
@@ -300,7 +338,7 @@ def quantize_rows(
     BLOCK: tl.constexpr,
 ):
     """out = x / scale, clamped to what fp8 holds; scale = largest magnitude / largest fp8, per GROUP values or row."""
-    MAX: tl.constexpr = 240.0 if out.dtype.element_ty == tl.float8e4b8 else 448.0  # noqa: N806
+    MAX: tl.constexpr = 240.0 if out.dtype.element_ty == tl.float8e4b8 else 448.0
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     out += row * out_stride
