@@ -267,7 +267,7 @@ def _repair(own: Any, tl: Any) -> Any:
             kind = ptrs.get_element_ty()
             dtype = numpy_type(kind)
             raw = np.dtype(f"u{dtype.itemsize}") if kind.name in narrow else dtype
-            inside = np.broadcast_to(mask.data, ptrs.data.shape)
+            inside = np.broadcast_to(mask.data.astype(bool), ptrs.data.shape)
             self.memory.check(ptrs.data, inside, dtype.itemsize, store=False)
             filler = np.zeros(ptrs.data.shape, raw) if other is None else np.ascontiguousarray(other.data).view(raw)
             return handle(own._interpreter.load(ptrs.data, inside, filler, raw).view(dtype), kind)
@@ -276,7 +276,7 @@ def _repair(own: Any, tl: Any) -> Any:
             data = np.ascontiguousarray(value.data)
             if value.dtype.scalar.name in narrow:
                 data = data.view(f"u{data.itemsize}")
-            inside = np.broadcast_to(mask.data, ptrs.data.shape)
+            inside = np.broadcast_to(mask.data.astype(bool), ptrs.data.shape)
             self.memory.check(ptrs.data, inside, data.itemsize, store=True)
             return own._interpreter.store(ptrs.data, data, inside)
 

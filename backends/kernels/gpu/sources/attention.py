@@ -6,6 +6,8 @@ of one KV head (of one token, or of the tokens of a tile, token by token), K key
 power of two.
 """
 
+# ruff: noqa: N803, N806 (compile-time arguments are capitals)
+
 import triton
 import triton.language as tl
 
@@ -275,7 +277,7 @@ def attention_prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """BLOCK_M // GROUP tokens of one sequence, for the query heads of one KV head: K and V are read once for all of them."""
+    """BLOCK_M // GROUP tokens of one sequence for all query heads of one KV head: K and V are read once for them."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     tl.static_assert(TOKENS > 0)
@@ -300,8 +302,8 @@ def attention_prefill(
     columns = head[:, None] * HEAD_DIM + d[None, :]
     queries = tl.load(q + row * q_stride + token[:, None] * q_stride + columns, mask=mask, other=0.0)
 
-    # Three runs of keys: before `inner` some query no longer sees a key, from `outer` on some query does not see it yet;
-    # between them all queries see all keys, and nothing is compared.
+    # Three runs of keys: before `inner` some query no longer sees a key, from `outer` on some query does not yet see it,
+    # and between them all queries see all keys, so that nothing is compared.
     end = base + count
     oldest = tl.maximum(base - WINDOW + 1, 0) if WINDOW > 0 else 0
     outer = oldest + (base + 1 - oldest) // BLOCK_KEYS * BLOCK_KEYS

@@ -1,5 +1,7 @@
 """Rows of a table. Arguments: `plait.backends.kernels.gpu.streams`."""
 
+# ruff: noqa: N803 (compile-time arguments are capitals)
+
 import triton
 import triton.language as tl
 

@@ -3,6 +3,8 @@
 A program has one token and BLOCK_HEADS heads.
 """
 
+# ruff: noqa: N803, N806 (compile-time arguments are capitals)
+
 import triton
 import triton.language as tl
 
