@@ -66,18 +66,35 @@ class Quantised:
 
     def values(self, dtype: type[np.floating[Any]] = np.float64) -> Array:
         """The weight's values, computed in `dtype`: exact in float64."""
-        rows, columns = (part or size for part, size in zip(self.kind.block, self.codes.shape, strict=True))
+        return dequantise(self.kind, self.codes, self.scale, self.zero, self.minimum, dtype=dtype)
 
-        def spread(part: Array) -> Array:
-            wide = part.astype(dtype).repeat(columns, 1)[:, : self.codes.shape[1]]
-            return wide.repeat(rows, 0)[: self.codes.shape[0]]
 
-        out = self.codes.astype(dtype)
-        if self.kind.zero_point is not None:
-            out -= dtype(self.kind.zero_point)
-        if self.zero is not None:
-            out -= spread(self.zero)
-        out *= spread(self.scale)
-        if self.minimum is not None:
-            out += spread(self.minimum)
-        return out
+def dequantise(
+    kind: QuantType,
+    codes: Array,
+    scale: Array,
+    zero: Array | None = None,
+    minimum: Array | None = None,
+    *,
+    first: int = 0,
+    dtype: type[np.floating[Any]] = np.float64,
+) -> Array:
+    """The values of rows from `first` on, computed in `dtype`; `codes` are of these rows alone, the rest is whole."""
+    count, columns = codes.shape
+    down, across = (
+        np.arange(at, at + size) // (part or at + size)
+        for at, size, part in zip((first, 0), (count, columns), kind.block, strict=True)
+    )
+
+    def spread(part: Array) -> Array:
+        return np.asarray(part.astype(dtype)[down][:, across])
+
+    out: Array = codes.astype(dtype)
+    if kind.zero_point is not None:
+        out -= dtype(kind.zero_point)
+    if zero is not None:
+        out -= spread(zero)
+    out *= spread(scale)
+    if minimum is not None:
+        out += spread(minimum)
+    return out

@@ -11,7 +11,7 @@ from plait.spec.kv import KVLayout, kv_class, ring_pages
 from plait.spec.manifest import FORMAT_VERSION, Boundary, Manifest, ManifestSlice
 from plait.spec.plan import IdleDevice, Objective, Plan, PlannedSlice, Prediction
 from plait.spec.target import Target, parse_target, parse_targets
-from plait.spec.weight import WeightRef
+from plait.spec.weight import WeightRef, map_parts, parts
 from plait.spec.workload import WORKLOADS, Workload
 
 __all__ = [
@@ -42,8 +42,10 @@ __all__ = [
     "from_json",
     "from_yaml",
     "kv_class",
+    "map_parts",
     "parse_target",
     "parse_targets",
+    "parts",
     "ring_pages",
     "to_dict",
     "to_json",

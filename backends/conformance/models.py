@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import SSAValue
 
+from plait.backends.quantised import pack_u4, to_blocks
 from plait.backends.weights import weights_json
 from plait.ir import Builder, Rope, print_module, weights
+from plait.ir.numbers import NUMPY, Quantised
+from plait.ir.quant import quantise_types
+from plait.ir.types import CODE_MAX, FP8, QuantType
 from plait.spec import WeightRef
 
 VOCABULARY = 61
@@ -41,6 +46,8 @@ class Attention:
     scale: float = 0.25
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+    kv_dtype: str | None = None
 
 
 ATTENTIONS: dict[str, Attention] = {
@@ -54,11 +61,21 @@ ATTENTIONS: dict[str, Attention] = {
     "window20": Attention(heads=8, kv_heads=1, window=20),
     "softcap": Attention(scale=1.5, softcap=2.0),
     "window-softcap": Attention(scale=1.5, window=8, softcap=2.0),
+    "sinks": Attention(sinks=True),
+    "mqa8-window8-sinks": Attention(heads=8, kv_heads=1, window=8, sinks=True),
+    "softcap-sinks": Attention(scale=1.5, softcap=2.0, sinks=True),
 }
 
+KV_FP8: dict[str, Attention] = {name: Attention(kv_dtype=name) for name in FP8}
+"""What a backend may refuse."""
 
-def op(make: Callable[[Builder, Callable[[str, int], SSAValue]], dict[str, SSAValue]]) -> Build:
-    """A module around one op: its inputs are rows of tables, so that nothing else adds an error."""
+
+Make = Callable[[Builder, Callable[[str, int], SSAValue]], dict[str, SSAValue]]
+
+
+def op(make: Make, quantised: Mapping[str, QuantType] | None = None) -> Build:
+    """A module around one op: its inputs are rows of tables, so that nothing else adds an error. Weights named in
+    `quantised` are."""
 
     def build(dtype: str) -> ModuleOp:
         b = Builder("op", dtype)
@@ -67,7 +84,9 @@ def op(make: Callable[[Builder, Callable[[str, int], SSAValue]], dict[str, SSAVa
         def rows(name: str, width: int) -> SSAValue:
             return b.embed(name, VOCABULARY, width)
 
-        return b.finish(make(b, rows))
+        module = b.finish(make(b, rows))
+        quantise_types(module, quantised or {})
+        return module
 
     return build
 
@@ -76,7 +95,7 @@ def attention(a: Attention) -> Build:
     return op(lambda b, rows: {"y": _attend(b, a, lambda name, width: rows(name, width))})
 
 
-def _attend(b: Builder, a: Attention, project: Callable[[str, int], SSAValue]) -> SSAValue:
+def _attend(b: Builder, a: Attention, project: Callable[[str, int], SSAValue], at: str = "") -> SSAValue:
     q, k, v = (project(n, h * a.head_dim) for n, h in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads)))
     return b.attention(
         q,
@@ -88,6 +107,8 @@ def _attend(b: Builder, a: Attention, project: Callable[[str, int], SSAValue]) -
         scale=a.scale,
         window=a.window,
         softcap=a.softcap,
+        sinks=f"{at}sinks" if a.sinks else None,
+        kv_dtype=a.kv_dtype,
     )
 
 
@@ -97,6 +118,8 @@ OPS: dict[str, Build] = {
     "rms_norm-eps": op(lambda b, rows: {"y": b.rms_norm(rows("x", HIDDEN), "w", 0.5)}),
     "add": op(lambda b, rows: {"y": b.add(rows("x", HIDDEN), rows("z", HIDDEN))}),
     "silu_mul": op(lambda b, rows: {"y": b.silu_mul(rows("x", HIDDEN), rows("z", HIDDEN))}),
+    "gelu_mul-none": op(lambda b, rows: {"y": b.gelu_mul(rows("x", HIDDEN), rows("z", HIDDEN))}),
+    "gelu_mul-tanh": op(lambda b, rows: {"y": b.gelu_mul(rows("x", HIDDEN), rows("z", HIDDEN), "tanh")}),
     "linear": op(lambda b, rows: {"y": b.linear(rows("x", HIDDEN), "w", 80)}),
     "linear-bias": op(lambda b, rows: {"y": b.linear(rows("x", HIDDEN), "w", 33, "b")}),
     "linears": op(lambda b, rows: _pair(b, rows("x", HIDDEN), False)),
@@ -115,6 +138,33 @@ def _pair(b: Builder, x: SSAValue, biased: bool) -> dict[str, SSAValue]:
     return {n: b.linear(x, f"{n}.w", out, f"{n}.b" if biased else None) for n, out in (("y", 40), ("z", 24))}
 
 
+FORMATS: dict[str, QuantType] = {
+    "e4m3fn-tensor": QuantType.get("e4m3fn"),
+    "e4m3fn-row": QuantType.get("e4m3fn", "bfloat16", (1, 0)),
+    "e4m3fn-block": QuantType.get("e4m3fn", "float32", (32, 48)),  # the last blocks are cut short both ways
+    "e4m3fnuz-tensor": QuantType.get("e4m3fnuz"),
+    "e5m2-group": QuantType.get("e5m2", "float16", (1, 16)),
+    "i8-row": QuantType.get("i8", "float32", (1, 0)),
+    "i8-group": QuantType.get("i8", "float16", (1, 32)),
+    "u4-group": QuantType.get("u4", "float16", (1, 32), zero=8),
+    "u4-zeros": QuantType.get("u4", "float16", (1, 16), zero="float16"),
+    "u4-min": QuantType.get("u4", "float16", (1, 32), minimum="float16"),
+}
+"""Formats of weights; a backend may refuse any of them."""
+
+QUANTISED: dict[str, Build] = {
+    **{
+        f"linear-{name}": op(lambda b, rows: {"y": b.linear(rows("x", 64), "w", 80, "b")}, {"w": kind})
+        for name, kind in FORMATS.items()
+    },
+    "linears-e4m3fn-block": op(
+        lambda b, rows: _pair(b, rows("x", HIDDEN), True), dict.fromkeys(("y.w", "z.w"), FORMATS["e4m3fn-block"])
+    ),
+    "logits-i8-row": op(lambda b, rows: {"logits": b.logits(rows("x", HIDDEN), "w", 97)}, {"w": FORMATS["i8-row"]}),
+    "embed-u4-zeros": op(lambda b, rows: {"y": rows("table", HIDDEN)}, {"table": FORMATS["u4-zeros"]}),
+}
+
+
 def _sum_and_norm(b: Builder, total: SSAValue) -> dict[str, SSAValue]:
     return {"sum": total, "y": b.rms_norm(total, "w", 1e-5)}
 
@@ -127,8 +177,16 @@ class Model:
     rope: str = "default"
     bias: bool = False
     tied: bool = True
+    format: str | None = None
 
     def __call__(self, dtype: str) -> ModuleOp:
+        module = self._plain(dtype)
+        if self.format is not None:
+            matrices = [name for name in weights(module) if re.fullmatch(r"\d+\.([qkv]\.w|o|gate|up|down)", name)]
+            quantise_types(module, dict.fromkeys(matrices, FORMATS[self.format]))
+        return module
+
+    def _plain(self, dtype: str) -> ModuleOp:
         b = Builder("model", dtype)
         x = b.embed("embed", VOCABULARY, HIDDEN)
         for index, a in enumerate(self.blocks):
@@ -145,7 +203,7 @@ class Model:
             y = b.linear(h, f"{at}.{name}.w", width, f"{at}.{name}.b" if self.bias else None)
             return y if name == "v" else b.rope(y, a.head_dim, ROPES[self.rope])
 
-        x = b.add(x, b.linear(_attend(b, a, project), f"{at}.o", HIDDEN))
+        x = b.add(x, b.linear(_attend(b, a, project, f"{at}."), f"{at}.o", HIDDEN))
         h = b.rms_norm(x, f"{at}.post", 1e-6)
         h = b.silu_mul(b.linear(h, f"{at}.gate", 80), b.linear(h, f"{at}.up", 80))
         return b.add(x, b.linear(h, f"{at}.down", HIDDEN))
@@ -159,17 +217,23 @@ MODELS: dict[str, Model] = {
     "softcap": Model((Attention(scale=1.5, softcap=2.0), Attention(window=8, softcap=3.0))),
 }
 
+QUANTISED |= {
+    "model-e4m3fn-block": Model(bias=True, format="e4m3fn-block"),
+    "model-u4-zeros": Model((Attention(window=8), Attention(sinks=True)), format="u4-zeros"),
+}
+
 #: Deep enough for seven slices.
 DEEP = Model((Attention(), Attention(window=8)) * 4, tied=True)
 
 
-def random_weights(module: ModuleOp) -> dict[str, NDArray[np.float32]]:
+def random_weights(module: ModuleOp) -> dict[str, NDArray[np.float32] | Quantised]:
     """Tensors for every weight of the module, the same for the same name: slices of one model agree."""
-    made = {}
+    made: dict[str, NDArray[np.float32] | Quantised] = {}
     for name, weight in weights(module).items():
         kind = weight.result.type
         assert isinstance(kind, TensorType)
-        made[name] = _random(name, kind.get_shape())
+        shape, element = kind.get_shape(), kind.element_type
+        made[name] = _quantised(name, shape, element) if isinstance(element, QuantType) else _random(name, shape)
     return made
 
 
@@ -183,15 +247,50 @@ def _random(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     return values.astype(np.float32)
 
 
-def write_slice(folder: Path, module: ModuleOp, tensors: dict[str, NDArray[Any]], files: dict[str, bytes]) -> None:
+def _quantised(name: str, shape: tuple[int, ...], kind: QuantType) -> Quantised:
+    """Codes over much of their range; scales differ by up to three, and values are as large as `_random`'s."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    dtype, parts = NUMPY[kind.code_name], kind.scale_shape(shape)
+    middle = kind.zero_point or (8 if kind.code_name == "u4" else 0)
+    spread = 4 if kind.code_name == "u4" else 16
+    codes = (
+        np.rint(middle + spread * rng.standard_normal(shape))
+        if kind.code_name in ("i8", "u4")
+        else (spread * rng.standard_normal(shape))
+    )
+    codes = np.clip(codes, 0 if kind.code_name == "u4" else -CODE_MAX[kind.code_name], CODE_MAX[kind.code_name])
+    size = 1.0 if shape[0] == VOCABULARY else shape[1] ** -0.5
+    scale = (size / spread * rng.uniform(0.5, 1.5, parts)).astype(NUMPY[kind.scale_dtype])
+    zero = None if kind.zero_dtype is None else rng.integers(6, 11, parts).astype(NUMPY[kind.zero_dtype])
+    least = None if kind.minimum_dtype is None else (-8 * scale).astype(NUMPY[kind.minimum_dtype])
+    return Quantised(kind, codes.astype(dtype), scale, zero, least)
+
+
+def write_slice(
+    folder: Path, module: ModuleOp, tensors: Mapping[str, NDArray[Any] | Quantised], files: Mapping[str, bytes]
+) -> None:
     """A slice's folder as `plait compile` lays it out, with its weights beside it."""
     folder.mkdir(parents=True)
-    refs, offset = [], 0
     with (folder / "weights.bin").open("wb") as file:
-        for name, values in tensors.items():
-            refs.append(WeightRef(name, "weights.bin", offset, values.nbytes, "float32", values.shape))
-            offset += file.write(values.tobytes())
+        refs = [_written(file, name, values) for name, values in tensors.items()]
     (folder / "weights.json").write_text(weights_json(refs))
     (folder / "slice.mlir").write_text(print_module(module))
     for name, data in files.items():
         (folder / name).write_bytes(data)
+
+
+def _written(file: BinaryIO, name: str, values: NDArray[Any] | Quantised) -> WeightRef:
+    def stored(part: str, array: NDArray[Any], encoding: str, shape: tuple[int, ...] | None = None) -> WeightRef:
+        offset = file.tell()
+        size = file.write(array.tobytes())
+        return WeightRef(part, "weights.bin", offset, size, encoding, shape or array.shape)  # type: ignore[arg-type]
+
+    if not isinstance(values, Quantised):
+        return stored(name, values, "float32")
+    kind, shape = values.kind, values.codes.shape
+    if kind.minimum_dtype is not None:  # GGUF's way is the only one
+        return stored(name, to_blocks(values, "Q4_1"), "Q4_1", shape)
+    codes = pack_u4(values.codes) if kind.code_name == "u4" else values.codes
+    scale = stored(f"{name}.scale", values.scale, kind.scale_dtype)
+    zero = kind.zero_point if values.zero is None else stored(f"{name}.zero", values.zero, str(kind.zero_dtype))
+    return replace(stored(name, codes, kind.code_name, shape), scale=scale, block=kind.block, zero=zero)

@@ -13,13 +13,16 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
+from xdsl.ir import Attribute
 
 from plait.backends.base import Backend, Batch, CompileOptions, Executable, LoadOptions
 from plait.backends.conformance.models import (
     ATTENTIONS,
     DEEP,
+    KV_FP8,
     MODELS,
     OPS,
+    QUANTISED,
     VOCABULARY,
     Build,
     attention,
@@ -31,8 +34,8 @@ from plait.backends.weights import DTYPES
 from plait.errors import UnsupportedError
 from plait.ir import block_count, kv_classes, signature
 from plait.ir.module import ops
+from plait.ir.numbers import Quantised, round_to
 from plait.ir.ops import BatchFacts, WeightOp
-from plait.ir.numbers import round_to
 from plait.ir.oracle import Oracle
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from plait.spec import kv_class
@@ -115,6 +118,12 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
             yield f"attention-{name}-{script}", _against_oracle(attention(attributes), script, OP_TOLERANCE)
     for name, model in MODELS.items():
         yield f"model-{name}", _against_oracle(model, "pages4", MODEL_TOLERANCE)
+    for name, build in QUANTISED.items():
+        tolerance = MODEL_TOLERANCE if name.startswith("model") else OP_TOLERANCE
+        yield f"quantised-{name}", _or_refused(build, _against_oracle(build, "pages4", tolerance))
+    for name, attributes in KV_FP8.items():
+        build = attention(attributes)
+        yield f"kv-{name}", _or_refused(build, _against_oracle(build, "pages4", OP_TOLERANCE))
     yield "refuses-unknown-attribute", _refuses_unknown_attribute
     yield "slices-equal", _slices_equal
     if dtype != "float32":
@@ -148,6 +157,21 @@ def _against_oracle(
     return check
 
 
+def _or_refused(build: Build, check: Callable[[Bench, str], None]) -> Callable[[Bench, str], None]:
+    """For formats that a backend need not have: then every way to ask says so, and nothing is compiled."""
+
+    def either(bench: Bench, dtype: str) -> None:
+        module = build(dtype)
+        run_passes(module, SLICE_PIPELINE)
+        refused = bench.backend.capability(bench.target, module).refused
+        why = _refusal(partial(bench.backend.compile, module, bench.target, CompileOptions()))
+        assert (why is None) == (not refused), f"capability says {refused}, compiling {why or 'nothing against it'}"
+        if why is None:
+            check(bench, dtype)
+
+    return either
+
+
 class _Reference:
     """The oracle of a module before any pass, playing a script."""
 
@@ -160,7 +184,7 @@ class _Reference:
         )
         self.player = Player(script, kv_classes(module) or {"full": None}, vocabulary)
         tensors = {
-            name: round_to(values.astype(np.float64), _element(module))
+            name: values if isinstance(values, Quantised) else round_to(values.astype(np.float64), _element(module))
             for name, values in random_weights(module).items()
         }
         self._oracle = Oracle(module, tensors, self.player.plain_pages, script.page_tokens)
@@ -294,7 +318,8 @@ def _slices_equal(bench: Bench, dtype: str) -> None:
             assert same, f"{parts} slices give other logits than one in step {index}, by up to {off:.3g}"
 
 
-def _element(module: ModuleOp) -> Any:
-    kind = next(op for op in ops(module) if isinstance(op, WeightOp)).result.type
-    assert isinstance(kind, TensorType)
-    return kind.element_type
+def _element(module: ModuleOp) -> Attribute:
+    """The dtype that the module computes in."""
+    kinds = (op.results[0].type for op in ops(module) if not isinstance(op, WeightOp))
+    element: Attribute = next(kind.element_type for kind in kinds if isinstance(kind, TensorType))
+    return element

@@ -47,19 +47,23 @@ class Attention:
     window: int | None
     softcap: float | None
 
-    def __call__(self, step: Step, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T, H * D), k and v (T, N * D) -> (T, H * D)."""
+    def __call__(
+        self, step: Step, cache: Cache, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q (T, H * D), k and v (T, N * D), sinks (H) -> (T, H * D)."""
         paging = step.paging(self.window, q.dtype)
         cache.append(paging, k, v)
         parts = paging.parts
+        sink = None if sinks is None else sinks.float().view(self.kv_heads, -1)
         if parts[0].rows is None:
-            return self._part(parts[0], cache, q, k, v)
+            return self._part(parts[0], cache, q, k, v, sink)
         out = torch.empty_like(q)
         for part in parts:
-            out[part.rows] = self._part(part, cache, q, k, v)
+            out[part.rows] = self._part(part, cache, q, k, v, sink)
         return out
 
-    def _part(self, part: Part, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _part(self, part: Part, cache: Cache, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
+        """`sink` is (N, G) float32."""
         if part.rows is not None:
             q = q[part.rows]
         groups, rows = self.heads // self.kv_heads, len(q)
@@ -72,20 +76,28 @@ class Attention:
             queries = q.view(rows, self.kv_heads, groups, self.head_dim)
             if q.device.type == "cpu" and groups % _EVEN_ROWS:
                 queries = torch.nn.functional.pad(queries, (0, 0, 0, -groups % _EVEN_ROWS))
-            out = self._attend(queries, k.transpose(1, 2), v.transpose(1, 2), part.mask)
+                sink = None if sink is None else torch.nn.functional.pad(sink, (0, -groups % _EVEN_ROWS))
+            sink = None if sink is None else sink[..., None]
+            out = self._attend(queries, k.transpose(1, 2), v.transpose(1, 2), part.mask, sink)
             return out[:, :, :groups].reshape(rows, -1)
         queries = q.view(rows, self.kv_heads, groups, self.head_dim).permute(2, 1, 0, 3)  # (G, N, Q, D)
         k, v = (x.transpose(1, 2).expand(groups, -1, -1, -1) for x in (k, v))  # no copy
-        return self._attend(queries, k, v, part.mask).permute(2, 1, 0, 3).reshape(rows, -1)
+        sink = None if sink is None else sink.t()[..., None, None]
+        return self._attend(queries, k, v, part.mask, sink).permute(2, 1, 0, 3).reshape(rows, -1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, N, Q, D) on (B, N, L, D); float32 softmax. Without a mask L = Q and the mask is causal."""
-        if self.softcap is None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
+        """(B, N, Q, D) on (B, N, L, D); float32 softmax. Without a mask L = Q and the mask is causal. `sink` can be
+        expanded to (B, N, Q, 1)."""
+        if self.softcap is None and sink is None:
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale
             )
         scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * self.scale
-        scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
         if mask is None:
             mask = torch.full(scores.shape[-2:], -torch.inf, device=scores.device).triu(1)
-        return torch.matmul(torch.softmax(scores + mask, -1), v.float()).to(q.dtype)
+        scores = scores + mask
+        if sink is not None:  # a key more, without a value
+            scores = torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), -1)
+        return torch.matmul(torch.softmax(scores, -1)[..., : v.shape[-2]], v.float()).to(q.dtype)

@@ -1,7 +1,8 @@
 """A table of emitters: what a backend can lower, and the one place that decides what it refuses.
 
-An emitter belongs to one op class and names the properties it implements. An op that carries any other property, or any
-attribute at all that is not a property, is refused before its emitter runs: nothing is dropped because nobody looked.
+An emitter belongs to one op class and names the properties and optional operands it implements. An op that carries any
+other, or any attribute at all that is not a property, is refused before its emitter runs: nothing is dropped because
+nobody looked.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import Any, Generic, TypeVar
 
 from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import Attribute, Operation, SSAValue
+from xdsl.irdl import OptOperandDef
 
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
 from plait.ir.module import ops, weights
 from plait.ir.ops import PlaitOp, RopeOp, WeightOp
+from plait.ir.quant import quant_type
 from plait.ir.rope import ROPE_PARAMETERS, Rope
-from plait.ir.types import DTYPES, dtype_name
+from plait.ir.types import DTYPES, QuantType, dtype_name, is_dtype
 from plait.spec import Support, WeightRef
 
 Code = TypeVar("Code")
@@ -24,6 +27,9 @@ Op = TypeVar("Op", bound=PlaitOp)
 
 #: Properties without an influence on numbers: where an op stands, and how its operands are grouped.
 _NEUTRAL = frozenset({"block", "operandSegmentSizes"})
+
+#: Optional operands that every lowering implements.
+_COMMON = frozenset({"bias"})
 
 
 class Lowering(Generic[Code]):
@@ -34,7 +40,7 @@ class Lowering(Generic[Code]):
         self._emitters: dict[type[PlaitOp], tuple[frozenset[str], Callable[[Any], Code]]] = {}
 
     def emits(self, kind: type[Op], *properties: str) -> Callable[[Callable[[Op], Code]], Callable[[Op], Code]]:
-        """Register an emitter and the properties it implements."""
+        """Register an emitter, and the properties and optional operands it implements."""
 
         def register(emitter: Callable[[Op], Code]) -> Callable[[Op], Code]:
             self._emitters[kind] = (frozenset(properties), emitter)
@@ -51,6 +57,10 @@ class Lowering(Generic[Code]):
             for attribute, value in where.items():
                 if attribute not in known | _NEUTRAL:
                     raise refuse(op, attribute, value, f"{self.name} does not know this attribute")
+        for operand, definition in op.get_irdl_definition().operands:
+            given = getattr(op, operand) if isinstance(definition, OptOperandDef) else None
+            if given is not None and operand not in known | _COMMON:
+                raise refuse(op, operand, given.type, f"{self.name} does not know this operand")
         return emitter(op)
 
     def supports(self, op: Operation) -> Support:
@@ -84,6 +94,14 @@ def operand_dtype(op: Operation, value: SSAValue, dtypes: tuple[str, ...] = tupl
     """The compute dtype of a tensor operand. Raises UnsupportedError for one that is not in `dtypes`."""
     kind = value.type.element_type if isinstance(value.type, TensorType) else value.type
     return attribute_dtype(op, kind, dtypes)
+
+
+def weight_kind(op: WeightOp) -> None:
+    """Check a weight that is dequantised where it is quantised. Raises UnsupportedError for a dtype not computed in."""
+    kind = op.result.type
+    assert isinstance(kind, TensorType)
+    if not isinstance(kind.element_type, QuantType):
+        operand_dtype(op, op.result)
 
 
 def attribute_dtype(op: Operation, kind: Attribute, dtypes: tuple[str, ...] = tuple(DTYPES)) -> str:
@@ -122,9 +140,35 @@ def check_weights(module: ModuleOp, refs: Mapping[str, WeightRef]) -> None:
                 why=f"the slice's module wants {list(kind.get_shape())}",
                 hint="compile again",
             )
+        if isinstance(kind.element_type, QuantType) and quant_type(refs[name]) != kind.element_type:
+            raise CheckpointError(
+                "weight-format",
+                f"{name!r} is {refs[name].encoding} of {quant_type(refs[name])} in weights.json",
+                why=f"the slice's module wants {kind.element_type}",
+                hint="compile again",
+            )
+
+
+def weight_dtypes(module: ModuleOp) -> dict[str, str]:
+    """What each weight is held in where it is dequantised when it is loaded: its own dtype, or, of a quantised weight,
+    the dtype that the ops which take it compute in."""
+    return {name: _held(op) for name, op in weights(module).items()}
+
+
+def _held(op: WeightOp) -> str:
+    beside = [value for use in op.result.uses for value in (*use.operation.operands, *use.operation.results)]
+    kinds = (value.type.element_type for value in (op.result, *beside) if isinstance(value.type, TensorType))
+    return dtype_name(next(kind for kind in kinds if is_dtype(kind)))
 
 
 def dtypes_of(module: ModuleOp) -> tuple[str, ...]:
-    """The dtypes of the module's weights, sorted."""
-    kinds = {op.result.type for op in weights(module).values()}
-    return tuple(sorted({dtype_name(kind.element_type) for kind in kinds if isinstance(kind, TensorType)}))
+    """The dtypes that the module computes in, sorted."""
+    return tuple(sorted(set(weight_dtypes(module).values())))
+
+
+def dequantised(module: ModuleOp) -> dict[str, str]:
+    """What a backend that dequantises says of the module, in its report and its stats; nothing where all is plain."""
+    kinds = [op.result.type for op in weights(module).values()]
+    if not any(isinstance(kind, TensorType) and isinstance(kind.element_type, QuantType) for kind in kinds):
+        return {}
+    return {"weights": f"dequantised to {' and '.join(dtypes_of(module))}"}

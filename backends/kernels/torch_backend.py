@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from plait.backends.base import CompiledSlice, CompileOptions, Executable, LoadOptions
-from plait.backends.kernels.lowering import dtypes_of
+from plait.backends.kernels.lowering import dequantised, dtypes_of
 from plait.backends.targets import arch_of, label
 from plait.errors import UnsupportedError
 from plait.spec import Capability, Support
@@ -68,7 +68,7 @@ class TorchBackend:
                 raise UnsupportedError(
                     "dtype", f"{self.name} does not compute in {dtype}", why="it has " + ", ".join(self.dtypes)
                 )
-        return CompiledSlice(report={"lowering": "torch, op by op", "arch": arch})
+        return CompiledSlice(report={"lowering": "torch, op by op", "arch": arch, **dequantised(module)})
 
     def load(self, folder: Path, device: str, options: LoadOptions) -> Executable:
         from plait.backends.kernels.torch_slice import TorchSlice

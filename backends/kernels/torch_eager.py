@@ -14,7 +14,15 @@ from torch import Tensor
 from xdsl.ir import SSAValue
 
 from plait.backends.kernels.attention import Attention, Cache
-from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, rope_of, weight_name
+from plait.backends.kernels.lowering import (
+    Lowering,
+    attribute_dtype,
+    operand_dtype,
+    refuse,
+    rope_of,
+    weight_kind,
+    weight_name,
+)
 from plait.backends.kernels.matmul import chunked_product, product, wide_product
 from plait.backends.kernels.step import Step
 from plait.ir.ops import (
@@ -22,6 +30,7 @@ from plait.ir.ops import (
     AddRmsNormOp,
     AttentionOp,
     EmbedOp,
+    GeluMulOp,
     LinearOp,
     LinearsOp,
     LogitsOp,
@@ -59,14 +68,14 @@ LOWERING: Lowering[Bind] = Lowering("torch")
 
 @LOWERING.emits(WeightOp, "symbol")
 def _weight(op: WeightOp) -> Bind:
-    """Its users read it by name."""
-    operand_dtype(op, op.result)
+    """Its users read it by name, in the dtype they compute in."""
+    weight_kind(op)
     return lambda where: lambda step: ()
 
 
 @LOWERING.emits(EmbedOp)
 def _embed(op: EmbedOp) -> Bind:
-    name, dtype = weight_name(op, op.table), operand_dtype(op, op.table)
+    name, dtype = weight_name(op, op.table), operand_dtype(op, op.result)
 
     def bind(where: Slice) -> Kernel:
         table = where.weight(name, dtype)
@@ -159,7 +168,7 @@ def _rope(op: RopeOp) -> Bind:
     return lambda where: run
 
 
-@LOWERING.emits(AttentionOp, "heads", "scale", "window", "softcap")
+@LOWERING.emits(AttentionOp, "heads", "scale", "window", "softcap", "sinks")
 def _attention(op: AttentionOp) -> Bind:
     dtype = operand_dtype(op, op.q)
     if attribute_dtype(op, op.cache.dtype) != dtype:
@@ -173,10 +182,11 @@ def _attention(op: AttentionOp) -> Bind:
         softcap=None if op.softcap is None else op.softcap.value.data,
     )
     kv = op.kv
+    sinks = None if op.sinks is None else weight_name(op, op.sinks)
 
     def bind(where: Slice) -> Kernel:
-        cache = where.cache(kv)
-        return lambda step, q, k, v: attend(step, cache, q, k, v)
+        cache, sink = where.cache(kv), None if sinks is None else where.weight(sinks, dtype)
+        return lambda step, q, k, v: attend(step, cache, q, k, v, sink)
 
     return bind
 
@@ -187,6 +197,17 @@ def _silu_mul(op: SiluMulOp) -> Bind:
 
     def run(step: Step, gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate.float()).mul_(up).to(gate.dtype)
+
+    return lambda where: run
+
+
+@LOWERING.emits(GeluMulOp, "approximate")
+def _gelu_mul(op: GeluMulOp) -> Bind:
+    operand_dtype(op, op.x)
+    approximate = op.approximate.data
+
+    def run(step: Step, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(gate.float(), approximate=approximate).mul_(up).to(gate.dtype)
 
     return lambda where: run
 

@@ -15,7 +15,7 @@ from xdsl.ir import SSAValue
 from plait.backends.base import Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.arrays import TORCH_DTYPES, to_numpy, to_torch
 from plait.backends.kernels.attention import Cache
-from plait.backends.kernels.lowering import check_weights
+from plait.backends.kernels.lowering import check_weights, dequantised
 from plait.backends.kernels.step import Step
 from plait.backends.kernels.torch_eager import LOWERING
 from plait.backends.weights import read_weight, read_weights_json
@@ -43,6 +43,7 @@ class TorchSlice:
         self._refs, self._root = read_weights_json(folder / "weights.json"), options.weight_root
         self._uses = Counter({name: len(list(op.result.uses)) for name, op in weights(module).items()})
         check_weights(module, self._refs)
+        self._dequantised = dequantised(module)
         self._held: dict[tuple[str, str], Tensor] = {}
         sig = signature(module)
         self._outputs = list(sig.outputs)
@@ -87,6 +88,7 @@ class TorchSlice:
             "weight_bytes": sum(self._sizes.values()),
             "kv_bytes": kv_bytes,
             "threads": torch.get_num_threads(),
+            **self._dequantised,
         }
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from plait.backends.targets import arch_of
 from plait.backends.weights import DTYPES
 from plait.ir import kv_layouts, read_module, signature
 from plait.ir.module import boundary, ops
+from plait.ir.numbers import NUMPY
 from plait.ir.ops import OPS, LogitsOp
 from plait.spec import Boundary, Capability, KVLayout, Support
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 LOWERING: Lowering[Callable[[], None]] = Lowering("null")
 
-for _kind in OPS:  # nothing is computed, so every property the dialect defines is honoured
-    LOWERING.emits(_kind, *_kind.get_irdl_definition().properties)(lambda op: lambda: None)
+for _kind in OPS:  # nothing is computed, so everything the dialect defines is honoured
+    _definition = _kind.get_irdl_definition()
+    LOWERING.emits(_kind, *_definition.properties, *dict(_definition.operands))(lambda op: lambda: None)
 
 
 class NullBackend:
@@ -76,7 +78,7 @@ class NullSlice:
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         layout = self.kv_layouts[layer]
         shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
-        return np.zeros(shape, DTYPES[layout.dtype]), np.zeros(shape, DTYPES[layout.dtype])
+        return np.zeros(shape, NUMPY[layout.dtype]), np.zeros(shape, NUMPY[layout.dtype])
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
         assert k.shape == v.shape == self.export_pages(layer, pages)[0].shape

@@ -26,7 +26,7 @@ from plait.spec import Capability, KVLayout, Support, kv_class
 ARCHS = ("v1",)
 DTYPES = ("float32",)
 
-#: op class -> the properties this backend implements. What is not listed is refused.
+#: op class -> the properties and optional operands this backend implements. What is not listed is refused.
 PROPERTIES: dict[str, tuple[str, ...]] = {
     "plait.weight": ("symbol",),
     "plait.rms_norm": ("eps",),
@@ -40,7 +40,8 @@ PROPERTIES: dict[str, tuple[str, ...]] = {
         "high_freq_factor",
         "original_positions",
     ),
-    "plait.attention": ("heads", "scale", "window", "softcap"),
+    "plait.attention": ("heads", "scale", "window", "softcap", "sinks"),
+    "plait.gelu_mul": ("approximate",),
 }
 
 LOWERING: Lowering[Callable[..., Any]] = Lowering("numpy")
