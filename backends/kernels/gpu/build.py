@@ -244,14 +244,14 @@ class _Worker:
 
 def job_from(plain: Mapping[str, object]) -> Job:
     """The inverse of what is sent to a worker."""
-    fields = {**plain, "variant": {**plain["variant"], "aligned": frozenset(plain["variant"]["aligned"])}}  # type: ignore[dict-item,index]
-    return msgspec.convert(fields, Job)
+    return msgspec.convert(plain, Job)
 
 
 def _plain(job: Job) -> dict[str, object]:
     """As JSON can hold it, the same for equal jobs."""
     plain = msgspec.to_builtins(job)
-    plain["variant"]["aligned"] = sorted(job.variant.aligned)
+    for name in ("aligned", "small"):
+        plain["variant"][name] = sorted(plain["variant"][name])
     return plain  # type: ignore[no-any-return]
 
 

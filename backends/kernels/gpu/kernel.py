@@ -28,7 +28,7 @@ class Kernel:
     """A Triton function.
 
     Attributes:
-        source: `module:function`, the undecorated Python function.
+        source: `module:function`, a function with `@triton.jit` (`plait.backends.kernels.gpu.loader`).
         pointers: run-time pointer arguments, in order; they come first.
         scalars: run-time arguments after the pointers, name -> `i32` or `f32`.
         constants: compile-time arguments that say what is computed (`HEAD_DIM`, `ACTIVATION`), after the scalars.
@@ -66,6 +66,8 @@ class Variant:
         types: element type of each pointer by name: `bf16`, `fp16`, `fp32`, `i32`, `i8`, `fp8e4nv` (e4m3fn),
             `fp8e4b8` (e4m3fnuz), `fp8e5`.
         aligned: pointers that are multiples of 16 bytes, and i32 scalars that are multiples of 16.
+        small: pointers from which every address is less than 2 GiB away, whatever the batch; AMD then gets loads with
+            32-bit offsets. A pool whose size is known when a slice is loaded only is not small.
         constants: `Kernel.constants` by name. A pointer that a constant makes unused is passed all the same.
     """
 
@@ -74,3 +76,4 @@ class Variant:
     constants: Mapping[str, Constant]
     tile: Tile
     aligned: frozenset[str] = field(default=frozenset())
+    small: frozenset[str] = field(default=frozenset())

@@ -85,6 +85,8 @@ def _attributes(kernel: Kernel, variant: Variant, arch: Arch) -> dict[tuple[int]
     for index, name in enumerate(kernel.arguments):
         if name in variant.aligned:
             found.setdefault((index,), []).append(["tt.divisibility", 16])
+        if name in variant.small and arch.vendor == "amd":
+            found.setdefault((index,), []).append(["tt.pointer_range", 32])
     return found
 
 
