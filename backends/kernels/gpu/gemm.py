@@ -7,19 +7,26 @@ elements. Bias has N values in x's type. out may be wider than x (logits).
 Words in the expressions: `<pointer>_bytes` is the size of one element of that pointer in bytes.
 
 Constants:
-    EVEN_K: K is a multiple of 128, the largest BLOCK_K there is: the loop over K then needs no mask. False is right for
-        every K, and slower. Set it from K, whatever the tile.
+    EVEN_K: the largest power of two that divides K, at most 256 (`even_k`): where BLOCK_K is no more, the loop over K
+        needs no mask. Any smaller power of two is right too, and slower.
     GROUP: how many values along K share a scale; a power of two from 16, or 0: one scale per row of w.
     SCALE_N, SCALE_K: rows and columns of w that share a scale; SCALE_N 0: one scale for all of w (SCALE_K is 0 too);
-        SCALE_K 0: one scale for a whole row. SCALE_K is a multiple of 128.
-    X_GROUP: how many values along K of x share a scale (a multiple of 128), or 0: one scale per row of x.
+        SCALE_K 0: one scale for a whole row.
+    X_GROUP: how many values along K of x share a scale, or 0: one scale per row of x.
+
+BLOCK_K divides SCALE_K and X_GROUP (so these are multiples of 32); it divides or is a multiple of GROUP. BLOCK_N counts
+columns of out. XCDS is the number of chiplets that share a launch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
-from plait.backends.kernels.gpu.kernel import Kernel
+from plait.backends.kernels.gpu.archs import Arch
+from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile
 
 _SOURCES = "plait.backends.kernels.gpu.sources"
 _PLAIN = f"{_SOURCES}.gemm"
@@ -120,3 +127,128 @@ QUANTIZE_ROWS = Kernel(
 )
 
 KERNELS = (GEMM, GEMM_GATED, GEMM_INT8, GEMM_INT4, GEMM_FP8, GEMM_FP8_FP8, QUANTIZE_ROWS)
+
+
+def even_k(k: int) -> int:
+    """The constant EVEN_K for this K."""
+    return gcd(k, 256)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tile for 16-bit x, and how many warps and stages it has."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Tiles worth trying by how many rows there are: at most 16, at most 64, more."""
+
+    few: tuple[_Shape, ...]
+    some: tuple[_Shape, ...]
+    many: tuple[_Shape, ...]
+
+
+#: With few rows the time is that of reading w: narrow tiles, so that every unit has one, and deep pipelines. With many
+#: it is that of the matrix units: the largest tiles that registers hold, and smaller ones for launches of few tiles.
+_AMPERE = _Family(
+    few=(_Shape(16, 16, 256, 2, 4), _Shape(16, 32, 128, 4, 4), _Shape(16, 64, 128, 4, 4)),
+    some=(_Shape(32, 64, 128, 4, 3), _Shape(64, 64, 64, 4, 3)),
+    many=(
+        _Shape(64, 128, 32, 4, 4),
+        _Shape(128, 128, 32, 4, 4),
+        _Shape(128, 128, 64, 8, 3),
+        _Shape(128, 256, 32, 8, 3),
+    ),
+)
+_HOPPER = _Family(
+    few=(
+        _Shape(16, 16, 256, 2, 5),
+        _Shape(16, 32, 128, 4, 6),
+        _Shape(16, 32, 256, 4, 4),
+        _Shape(16, 64, 128, 4, 4),
+    ),
+    some=(_Shape(32, 32, 128, 4, 5), _Shape(64, 32, 128, 4, 4), _Shape(64, 64, 128, 4, 4)),
+    many=(_Shape(64, 128, 64, 4, 4), _Shape(128, 128, 64, 8, 3), _Shape(128, 256, 64, 8, 4)),
+)
+_CDNA = _Family(
+    few=(_Shape(16, 16, 256, 1, 2), _Shape(16, 32, 256, 2, 2), _Shape(16, 64, 128, 4, 2)),
+    some=(_Shape(32, 32, 128, 2, 2), _Shape(32, 64, 128, 4, 2), _Shape(64, 64, 64, 4, 2)),
+    many=(
+        _Shape(64, 128, 64, 4, 2), _Shape(128, 128, 64, 4, 2), _Shape(128, 128, 64, 8, 2), _Shape(256, 128, 64, 8, 2),
+        _Shape(256, 256, 64, 8, 2),
+    ),
+)  # fmt: skip
+_RDNA = _Family(
+    few=(_Shape(16, 16, 128, 1, 2), _Shape(16, 32, 128, 2, 2), _Shape(16, 64, 64, 4, 2)),
+    some=(_Shape(32, 64, 64, 4, 2), _Shape(64, 64, 32, 4, 2)),
+    many=(_Shape(64, 128, 32, 4, 2), _Shape(128, 64, 32, 4, 2), _Shape(128, 128, 32, 8, 2)),
+)
+#: By what instructions that use the matrix units start with.
+_FAMILIES = {
+    "mma.sync": _AMPERE,
+    "wgmma.mma_async": _HOPPER,
+    "tcgen05.mma": _HOPPER,
+    "v_mfma_": _CDNA,
+    "v_wmma_": _RDNA,
+}
+
+#: Products of float32 are exact, outside of NVIDIA's matrix units: tiles that registers hold.
+_FLOAT32 = _Family(
+    few=(_Shape(16, 32, 128, 4, 3), _Shape(16, 64, 64, 4, 3)),
+    some=(_Shape(32, 64, 64, 4, 3), _Shape(64, 64, 64, 4, 3)),
+    many=(_Shape(64, 64, 64, 8, 3), _Shape(128, 64, 64, 8, 3)),
+)
+
+_TYPE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "i8": 8, "fp8e4nv": 8, "fp8e4b8": 8, "fp8e5": 8}
+
+
+def candidates(
+    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Constant], arch: Arch, rows: int | None = None
+) -> tuple[Tile, ...]:
+    """Tiles worth compiling for launches of at most `rows` rows (None: any number).
+
+    Their shared memory is what the loops need by arithmetic; what the compiler says in the end may be more.
+    """
+    if kernel is QUANTIZE_ROWS:
+        return (Tile({"BLOCK": 1024}), Tile({"BLOCK": 4096}, num_warps=8))
+    family = _FLOAT32 if types["x"] == "fp32" else _FAMILIES[arch.matrix[0]]
+    shapes = (
+        *(family.few if rows is None or rows <= 16 else ()),
+        *(family.some if rows is None or 16 < rows <= 64 else ()),
+        *(family.many if rows is None or rows > 64 else ()),
+    )
+    # What is done to weights or to partial sums needs the registers that the largest tiles have none left of.
+    most_sums = 128 if kernel in (GEMM, GEMM_GATED) else 64
+    return tuple(
+        _tile(kernel, shape, types, constants, arch)
+        for shape in shapes
+        if shape.m * shape.n <= most_sums * shape.warps * arch.warp
+    )
+
+
+def _tile(
+    kernel: Kernel, shape: _Shape, types: Mapping[str, str], constants: Mapping[str, Constant], arch: Arch
+) -> Tile:
+    x_bits, w_bits = _TYPE_BITS[types["x"]], _TYPE_BITS[types["w"]] // (2 if kernel is GEMM_INT4 else 1)
+    # As many bytes of x in a step, whatever its type; no mask where steps need not be short for that.
+    k = min(256, shape.k * 16 // x_bits)
+    k = gcd(k, int(constants.get("SCALE_K", 0)), int(constants.get("X_GROUP", 0)))
+    even = int(constants["EVEN_K"])
+    k = min(k, even) if even >= 64 else k
+    n = max(16, shape.n // 2) if kernel is GEMM_GATED else shape.n
+    w_rows = 2 * n if kernel is GEMM_GATED else n
+    step_bits = k * (shape.m * x_bits + w_rows * w_bits)
+    # Weights of another type than x are widened through shared memory.
+    widened_bits = 0 if types["w"] == types["x"] else k * w_rows * x_bits
+    fitting = (8 * arch.shared_block_bytes - widened_bits) // step_bits
+    return Tile(
+        {"BLOCK_M": shape.m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8, "XCDS": arch.chiplets},
+        num_warps=shape.warps,
+        num_stages=max(2, min(shape.stages, fitting)),
+    )

@@ -40,12 +40,12 @@ def load_x(pointers, rows, left, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, E
     # A tile of few rows is mostly rows that do not exist: with a mask they cost no traffic.
     if BLOCK_M <= 32:
         there = tl.arange(0, BLOCK_M)[:, None] < rows
-        if EVEN_K % BLOCK_K == 0:
+        if EVEN_K >= BLOCK_K:
             part = tl.load(pointers, mask=there, other=0.0)
         else:
             part = tl.load(pointers, mask=there & (tl.arange(0, BLOCK_K)[None, :] < left), other=0.0)
     else:
-        part = load_k(pointers, left, BLOCK_K, EVEN_K % BLOCK_K == 0)
+        part = load_k(pointers, left, BLOCK_K, EVEN_K >= BLOCK_K)
     return part
 
 
@@ -164,7 +164,7 @@ def gemm(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
         x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
-        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K % BLOCK_K == 0)
+        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K >= BLOCK_K)
         acc = multiply(x_part, w_part, acc)
         x_tile += BLOCK_K
         w_tile += BLOCK_K
@@ -218,7 +218,7 @@ def gemm_gated(
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
         x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
-        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K % BLOCK_K == 0)
+        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K >= BLOCK_K)
         acc = multiply(x_part, w_part, acc)
         x_tile += BLOCK_K
         w_tile += BLOCK_K

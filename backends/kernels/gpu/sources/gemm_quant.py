@@ -69,7 +69,7 @@ def integers(
     x_tile = x + row.to(tl.int64) * x_stride + within(row, rows, BLOCK_M)[:, None] * x_stride
     x_tile += tl.arange(0, BLOCK_K)[None, :]
     row_bytes = K // PACK
-    if EVEN_K % 32 == 0:
+    if EVEN_K >= 32:
         row_bytes = tl.multiple_of(row_bytes, 16)
     w_tile = w + column.to(tl.int64) * row_bytes + n[:, None] * row_bytes + tl.arange(0, BLOCK_K // PACK)[None, :]
     # One scale per row is one group of a row, whatever K.
@@ -83,7 +83,7 @@ def integers(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
         x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
-        codes = load_k(w_tile, (K - done) // PACK, BLOCK_K // PACK, EVEN_K % BLOCK_K == 0)
+        codes = load_k(w_tile, (K - done) // PACK, BLOCK_K // PACK, EVEN_K >= BLOCK_K)
         if PACK == 2:
             codes = tl.interleave(codes & 15, (codes >> 4) & 15)
         scale = spread(next_scale, span, BLOCK_N, BLOCK_K)
@@ -236,7 +236,7 @@ def gemm_fp8(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
         x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
-        codes = load_k(w_tile, K - done, BLOCK_K, EVEN_K % BLOCK_K == 0)
+        codes = load_k(w_tile, K - done, BLOCK_K, EVEN_K >= BLOCK_K)
         if SCALE_K:
             w_part = (codes.to(tl.float32) * over_rows(next_scale, ALIKE)).to(x.dtype.element_ty)
             next_scale = load_next(scales, done + BLOCK_K, K, SCALE_K)
@@ -294,7 +294,7 @@ def gemm_fp8_fp8(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
         x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
-        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K % BLOCK_K == 0)
+        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K >= BLOCK_K)
         if X_GROUP or SCALE_K:
             part = tl.dot(x_part, tl.trans(w_part), out_dtype=tl.float32)
             if X_GROUP:
