@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
 
 from plait.ir.facts import Cost, Step
 from plait.ir.module import block_count, ops
-from plait.ir.ops import AttentionOp, LogitsOp, PlaitOp, WeightOp
+from plait.ir.ops import CACHING, SCORING, LogitsOp, OpaqueOp, PlaitOp, WeightOp
 from plait.ir.types import dtype_bytes, dtype_name
 from plait.spec import ring_pages
 
@@ -115,21 +115,28 @@ def profile(module: ModuleOp, max_positions: int | None = None) -> ModelProfile:
         if kind not in shared:
             shared[kind] = _facts(group)
         units.append(Unit(shared[kind], held))
-    logits = next(op for op in members[-1] if isinstance(op, LogitsOp))
-    matrix = logits.weight.type
-    assert isinstance(matrix, TensorType)
+    scores = next(op for op in ops(module) if isinstance(op, SCORING))
     name = module.attributes["plait.model"]
     assert isinstance(name, StringAttr)
     return ModelProfile(
         model=name.data,
-        dtype=dtype_name(matrix.element_type),
+        dtype=_dtype(scores),
         embed=units[0],
         blocks=tuple(units[1:-1]),
         head=units[-1],
         boundary_bytes_per_token=_boundaries(number, count),
-        logits_bytes_per_row=_bytes(logits.result.type),
+        logits_bytes_per_row=_bytes(scores.result.type),
         max_positions=max_positions,
     )
+
+
+def _dtype(scores: LogitsOp | OpaqueOp) -> str:
+    """What the model computes in: the dtype before the head, or of most of an opaque program's weights."""
+    if isinstance(scores, OpaqueOp):
+        return scores.dtype
+    kind = scores.x.type
+    assert isinstance(kind, TensorType)
+    return dtype_name(kind.element_type)
 
 
 def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProfile:
@@ -188,13 +195,15 @@ def _kind(group: list[PlaitOp]) -> Any:
 
 
 def _facts(group: list[PlaitOp]) -> UnitFacts:
-    results = [r.type for op in group if not isinstance(op, LogitsOp) for r in op.results]
+    results = [r.type for op in group if not isinstance(op, SCORING) for r in op.results]
     return UnitFacts(
         ops=tuple(OpFacts(op.name, op.cost) for op in group),
         kv=tuple(
-            KVFacts(op.kv_heads, op.head_dim, dtype_bytes(op.cache.dtype), op.window_tokens)
+            KVFacts(
+                op.cache.kv_heads.data, op.cache.head_dim.data, dtype_bytes(op.cache.dtype), op.cache.window_tokens
+            )
             for op in group
-            if isinstance(op, AttentionOp)
+            if isinstance(op, CACHING)
         ),
         activation_bytes_per_token=sum(_bytes(kind) for kind in results),
     )

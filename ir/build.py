@@ -12,6 +12,7 @@ from plait.ir import ops
 from plait.ir.dialect import verify
 from plait.ir.module import MODEL, name_list
 from plait.ir.ops.base import tensor_type
+from plait.ir.ops.opaque import HISTORY
 from plait.ir.rope import Rope
 from plait.ir.types import DTYPES, FP8, BatchType, KVType, element, tensor
 
@@ -119,6 +120,36 @@ class Builder:
     def logits(self, x: SSAValue, weight: str, vocabulary: int) -> SSAValue:
         """float32 (rows asked for, vocabulary)."""
         return self._add(ops.LogitsOp(x, self.weight(weight, (vocabulary, *_width(x))), self._batch, self.block))
+
+    def opaque(
+        self,
+        weights: dict[str, tuple[Sequence[int], str]],
+        *,
+        programs: Sequence[str],
+        lengths: Sequence[int],
+        flops: Sequence[int],
+        vocabulary: int,
+    ) -> SSAValue:
+        """Logits by StableHLO programs, see `OpaqueOp`; weights are name -> shape and dtype, in the programs' order."""
+        assert self.block is not None, "what keeps KV stands in a block"
+        values = []
+        for name, (shape, dtype) in weights.items():
+            kind = tensor(shape, element(dtype))
+            values.append(self._add(ops.WeightOp(name, kind, self.block)))
+        history = self._block.insert_arg(HISTORY, len(self._block.args))
+        self._arg_names.append(f"kv.{self.block}")
+        return self._add(
+            ops.OpaqueOp(
+                self._batch,
+                history,
+                values,
+                programs=programs,
+                lengths=lengths,
+                flops=flops,
+                vocabulary=vocabulary,
+                block=self.block,
+            )
+        )
 
     def finish(self, outputs: dict[str, SSAValue]) -> ModuleOp:
         """The verified module. The builder is spent."""

@@ -16,7 +16,7 @@ from xdsl.ir import BlockArgument, Operation, SSAValue
 from xdsl.utils.exceptions import VerifyException
 
 from plait.ir.module import MODEL, NAME, SLICE, slice_of
-from plait.ir.ops import AttentionOp, PlaitOp, WeightOp
+from plait.ir.ops import CACHING, PlaitOp, WeightOp
 from plait.ir.ops.base import activation_type
 from plait.ir.types import BatchType, KVType
 
@@ -70,10 +70,10 @@ def _check_arguments(function: FuncOp) -> None:
     batches = [arg for arg in args if isinstance(arg.type, BatchType)]
     if len(batches) != 1:
         raise ConventionError(function, f"@main takes one !plait.batch, not {len(batches)}")
-    readers: list[AttentionOp] = []
+    readers: list[Operation] = []
     for arg in args:
         if isinstance(arg.type, KVType):
-            readers.append(_attention_of(function, arg))
+            readers.append(_reader_of(function, arg))
         elif not isinstance(arg.type, BatchType):
             _check_boundary(function, f"argument {arg.index}", arg)
     places = {op: place for place, op in enumerate(function.body.block.ops)}
@@ -82,9 +82,9 @@ def _check_arguments(function: FuncOp) -> None:
             raise ConventionError(second, "the KV arguments of @main do not stand in the order of their attentions")
 
 
-def _attention_of(function: FuncOp, arg: BlockArgument) -> AttentionOp:
+def _reader_of(function: FuncOp, arg: BlockArgument) -> Operation:
     readers = [use.operation for use in arg.uses]
-    if len(readers) != 1 or not isinstance(readers[0], AttentionOp):
+    if len(readers) != 1 or not isinstance(readers[0], CACHING):
         shown = ", ".join(op.name for op in readers) or "nothing"
         raise ConventionError(function, f"a KV value is used by one attention; argument {arg.index} by {shown}")
     return readers[0]

@@ -16,7 +16,7 @@ from xdsl.dialects.func import FuncOp, ReturnOp
 from xdsl.ir import BlockArgument, SSAValue
 from xdsl.utils.exceptions import VerifyException
 
-from plait.ir.ops import AttentionOp, PlaitOp, WeightOp
+from plait.ir.ops import CACHING, PlaitOp, WeightOp
 from plait.ir.types import BatchType, KVType, dtype_name
 from plait.spec import Boundary, KVLayout, kv_class
 
@@ -109,8 +109,8 @@ def kv_layouts(module: ModuleOp, page_tokens: int) -> tuple[KVLayout, ...]:
 
 
 def kv_classes(module: ModuleOp) -> dict[str, int | None]:
-    """KV class -> window, over all attentions of the module."""
-    return {kv_class(op.window_tokens): op.window_tokens for op in ops(module) if isinstance(op, AttentionOp)}
+    """KV class -> window, over all attentions of the module, and what else keeps KV."""
+    return {kv_class(op.window_tokens): op.window_tokens for op in ops(module) if isinstance(op, CACHING)}
 
 
 def weights(module: ModuleOp) -> dict[str, WeightOp]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from plait import artifact as artifacts
 from plait.errors import CheckpointError, PlanError, UsageError, did_you_mean
 from plait.spec import WORKLOADS, Cluster, Objective, Plan, Target, Workload, from_yaml, parse_targets
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
     from xdsl.dialects.builtin import ModuleOp
 
     from plait.frontend.checkpoint import Checkpoint
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 StrPath = str | os.PathLike[str]
+
+#: A checkpoint's path, or a decoder that `torch.export.export` made.
+Model: TypeAlias = "StrPath | ExportedProgram"
 
 #: A plan counts what every request at once costs.
 MOST_REQUESTS = 1_000_000
@@ -69,7 +74,7 @@ def request(
     """Resolve the arguments that `plan` and `compile` share.
 
     Args:
-        model: a .safetensors or .gguf file, an index, a directory, or a config.json to plan without weights.
+        model: a .safetensors, .gguf or .pt2 file, an index, a directory, or a config.json to plan without weights.
         targets: `"h100,mi300"`, a list of such, or `Target`s. Instead of a cluster or a plan.
         cluster: a `cluster.yaml` or a `Cluster`.
         plan: a `plan.yaml` or a `Plan`, honoured exactly or refused by name; it brings its cluster and workload.
@@ -215,6 +220,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     from plait.backends.base import CompileOptions
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
+    from plait.frontend.exported import ProgramConfig
     from plait.frontend.lower import lower
     from plait.partitioner import Problem, evaluate, solve
     from plait.pull import pulled
@@ -224,6 +230,8 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         checkpoint = open_checkpoint(asked.model, asked.config)
     except CheckpointError as err:
         raise pulled(err, asked.model) from err.__cause__
+    program = checkpoint.config if isinstance(checkpoint.config, ProgramConfig) else None
+    check_backends = check_backends or program is not None  # most of them refuse it
     progress("lower", 0, 1)
     module = lower(checkpoint, asked.dtype, read=check_backends)
     progress("plan", 0, 1)
@@ -238,7 +246,8 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         forbidden_cuts=asked.forbidden_cuts,
         capabilities=_capabilities(asked.cluster, module) if check_backends else {},
     )
-    return Planned(checkpoint, module, solve(problem) if asked.plan is None else evaluate(problem, asked.plan))
+    plan = solve(problem) if asked.plan is None else evaluate(problem, asked.plan)
+    return Planned(checkpoint, module, replace(plan, notes=(program.note,) if program else None))
 
 
 def _capabilities(cluster: Cluster, module: ModuleOp) -> dict[str, Any]:
@@ -252,7 +261,27 @@ def _capabilities(cluster: Cluster, module: ModuleOp) -> dict[str, Any]:
     return {device.id: answers[device.backend, device.arch] for device in cluster.devices}
 
 
-def plan(model: StrPath, targets: Targets | None = None, **options: Any) -> Plan:
+@contextmanager
+def _on_disk(model: Model) -> Iterator[tuple[StrPath, bool]]:
+    """The path of a model, and whether it is gone afterwards: an exported program is saved while it is read."""
+    if isinstance(model, str | os.PathLike):
+        yield model, False
+        return
+    if not hasattr(model, "graph_signature"):
+        raise UsageError(
+            "model-type",
+            f"a model of type {type(model).__name__} cannot be read",
+            why="it is a path, or what torch.export.export returns",
+        )
+    from plait.frontend.exported import save_program
+
+    with tempfile.TemporaryDirectory(prefix="plait-") as folder:
+        path = Path(folder) / "exported.pt2"
+        save_program(model, path)
+        yield path, True
+
+
+def plan(model: Model, targets: Targets | None = None, **options: Any) -> Plan:
     """The best plan, predicted. Reads no weights and imports neither torch nor JAX.
 
     Args:
@@ -261,11 +290,12 @@ def plan(model: StrPath, targets: Targets | None = None, **options: Any) -> Plan
     Raises:
         FitError: with needed, free and short-by bytes per device.
     """
-    return make_plan(request(model, targets, **options)).plan
+    with _on_disk(model) as (path, _):
+        return make_plan(request(path, targets, **options)).plan
 
 
 def compile_artifact(
-    model: StrPath,
+    model: Model,
     targets: Targets | None = None,
     *,
     output: StrPath,
@@ -276,6 +306,9 @@ def compile_artifact(
 ) -> artifacts.Artifact:
     """Compile a checkpoint to an artifact directory, without starting it.
 
+    A program of `torch.export.export` goes in too: a decoder from token ids to logits, taken as one opaque op for xla
+    devices, with its weights in the artifact.
+
     Args:
         output: the directory to write; replaced when it is an artifact already.
         embed_weights: copy each slice's bytes into the artifact instead of referring to the checkpoint.
@@ -283,8 +316,14 @@ def compile_artifact(
         progress: see `Progress`.
         model, targets, options: as `request` says.
     """
-    asked = request(model, targets, **options)
-    return compile_request(asked, output=output, embed_weights=embed_weights, dump_ir=dump_ir, progress=progress)
+    with _on_disk(model) as (path, temporary):
+        return compile_request(
+            request(path, targets, **options),
+            output=output,
+            embed_weights=embed_weights or temporary,
+            dump_ir=dump_ir,
+            progress=progress,
+        )
 
 
 def compile_request(
@@ -303,9 +342,7 @@ def compile_request(
     return assemble(planned, Path(output), embed_weights=embed_weights, dump_ir=dump, progress=progress)
 
 
-def compile(
-    model: StrPath, targets: Targets | None = None, *, output: StrPath | None = None, **options: Any
-) -> Pipeline:
+def compile(model: Model, targets: Targets | None = None, *, output: StrPath | None = None, **options: Any) -> Pipeline:
     """Compile a checkpoint and start the pipeline.
 
         pipe = plait.compile("model.safetensors", targets=["h100", "mi300"], dtype="float32")

@@ -20,7 +20,7 @@ from plait.ir.module import boundary
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from plait.registry import entry, load_backend
 from plait.report import render_report
-from plait.spec import Device, Manifest, ManifestSlice, Plan, PlannedSlice, WeightRef, digest, to_yaml
+from plait.spec import Device, Manifest, ManifestSlice, Plan, PlannedSlice, WeightRef, digest, map_parts, to_yaml
 
 if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
@@ -124,7 +124,7 @@ def _compile(
         needed = _embed(needed, here / "weights.bin", f"{cut.folder}/weights.bin")
     else:
         root = _root(planned)
-        needed = [replace(ref, file=os.path.relpath(ref.file, root)) for ref in needed]
+        needed = [map_parts(ref, lambda part: replace(part, file=os.path.relpath(part.file, root))) for ref in needed]
     (here / "weights.json").write_text(weights_json(needed), "utf-8")
     # The backend says it of the architecture (`sm_90a (emulated on host)`); tables call the device by its name.
     runs_on = capability.runs_on.replace(device.arch, device.name, 1)
@@ -158,19 +158,20 @@ def _root(planned: Planned) -> str:
 
 def _embed(refs: Sequence[WeightRef], target: Path, name: str) -> list[WeightRef]:
     """Copy the bytes of each tensor behind one another into `target`, called `name` in the references returned."""
-    moved = []
     with target.open("wb") as out:
-        for ref in refs:
-            with Path(ref.file).open("rb") as source:
-                source.seek(ref.offset)
-                left = ref.nbytes
+
+        def copied(part: WeightRef) -> WeightRef:
+            with Path(part.file).open("rb") as source:
+                source.seek(part.offset)
+                left = part.nbytes
                 while left:
                     chunk = source.read(min(left, 1 << 24))
-                    assert chunk, f"{ref.file} ends inside {ref.name}: its length was checked"
+                    assert chunk, f"{part.file} ends inside {part.name}: its length was checked"
                     out.write(chunk)
                     left -= len(chunk)
-            moved.append(replace(ref, file=name, offset=out.tell() - ref.nbytes))
-    return moved
+            return replace(part, file=name, offset=out.tell() - part.nbytes)
+
+        return [map_parts(ref, copied) for ref in refs]
 
 
 def _text_files(checkpoint: Checkpoint) -> dict[str, str]:

@@ -54,6 +54,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
+    """`notes`: what a user should know of the model beside all that."""
+
     model: str
     blocks: int
     dtype: str
@@ -67,4 +69,5 @@ class Plan:
     forbidden_cuts: tuple[int, ...] = ()
     prediction: Prediction | None = None
     cause: Cause | None = None
+    notes: tuple[str, ...] | None = None
     schema: int = 1

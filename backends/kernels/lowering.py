@@ -51,7 +51,7 @@ class Lowering(Generic[Code]):
     def emit(self, op: Operation) -> Code:
         """Lower one op. Raises UnsupportedError naming the op, its block, the attribute and the value."""
         if not isinstance(op, PlaitOp) or type(op) not in self._emitters:
-            raise refuse(op, why=f"{self.name} has no lowering for it")
+            raise refuse(op, why=f"{self.name} has no lowering for it{_elsewhere(op)}")
         known, emitter = self._emitters[type(op)]
         for where in (op.properties, op.attributes):
             for attribute, value in where.items():
@@ -75,6 +75,12 @@ class Lowering(Generic[Code]):
         """Op (with block) -> why, for every op of the module that `emit` does not take."""
         answers = ((op_name(op), self.supports(op)) for op in ops(module))
         return {name: answer.why for name, answer in answers if not answer.ok}
+
+
+def _elsewhere(op: Operation) -> str:
+    """Where an op that no lowering here knows can go."""
+    place = op.ELSEWHERE if isinstance(op, PlaitOp) else ""
+    return f"; {place}" if place else ""
 
 
 def op_name(op: Operation) -> str:

@@ -18,7 +18,7 @@ from plait.backends.weights import DTYPES
 from plait.ir import kv_layouts, read_module, signature
 from plait.ir.module import boundary, ops
 from plait.ir.numbers import NUMPY
-from plait.ir.ops import OPS, LogitsOp
+from plait.ir.ops import OPS, SCORING
 from plait.spec import Boundary, Capability, KVLayout, Support
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class NullSlice:
         sig = signature(module)
         self._inputs = [boundary(name, value) for name, value in sig.inputs.items()]
         self._outputs = [
-            (boundary(name, value), isinstance(value.owner, LogitsOp)) for name, value in sig.outputs.items()
+            (boundary(name, value), isinstance(value.owner, SCORING)) for name, value in sig.outputs.items()
         ]
         self._steps = self._tokens = 0
 

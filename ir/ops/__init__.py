@@ -7,6 +7,7 @@ from plait.ir.ops.embed import EmbedOp
 from plait.ir.ops.linear import LinearOp, LinearsOp
 from plait.ir.ops.logits import LogitsOp
 from plait.ir.ops.norm import AddRmsNormOp, RmsNormOp
+from plait.ir.ops.opaque import OpaqueOp
 from plait.ir.ops.rope import RopeOp
 from plait.ir.ops.weight import WeightOp
 
@@ -23,10 +24,19 @@ OPS: tuple[type[PlaitOp], ...] = (
     GeluMulOp,
     AddOp,
     LogitsOp,
+    OpaqueOp,
 )
 
+CACHING = (AttentionOp, OpaqueOp)
+"""The ops that keep KV between steps: they have `kv`, `cache` and `window_tokens`."""
+
+SCORING = (LogitsOp, OpaqueOp)
+"""The ops that give logits: a row for each of the step's `logit_rows`, not for each token."""
+
 __all__ = [
+    "CACHING",
     "OPS",
+    "SCORING",
     "AddOp",
     "AddRmsNormOp",
     "AttentionOp",
@@ -36,6 +46,7 @@ __all__ = [
     "LinearOp",
     "LinearsOp",
     "LogitsOp",
+    "OpaqueOp",
     "OracleKV",
     "PlaitOp",
     "RmsNormOp",

@@ -86,6 +86,9 @@ class PlaitOp(IRDLOperation):
     #: One line for the docs: what the op computes.
     FORMULA: ClassVar[str] = ""
 
+    #: Of an op that one kind of backend alone can know: where to place it.
+    ELSEWHERE: ClassVar[str] = ""
+
     @abstractmethod
     def infer(self) -> Sequence[Attribute]:
         """The result types, from operands and properties. Raises VerifyException where they contradict each other."""

@@ -16,6 +16,7 @@ from plait.words import bytes_text
 if TYPE_CHECKING:
     from plait.cli.screen import Screen
     from plait.frontend.config import DecoderConfig
+    from plait.frontend.exported import ProgramConfig
 
 NAME = "inspect"
 
@@ -93,6 +94,7 @@ def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
     from plait.frontend.lower import lower, unused_tensors
     from plait.ir import weights
     from plait.pull import pulled
+    from plait.spec import parts
 
     try:
         checkpoint = open_checkpoint(path, config)
@@ -102,18 +104,19 @@ def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
     refs = checkpoint.weights
     unused = unused_tensors(checkpoint, module) if refs is not None else {}
     units = profile(module).units
+    stored = None if refs is None else [part for ref in refs.values() for part in parts(ref)]
     return {
         "name": checkpoint.name,
         "family": checkpoint.family,
         "dtype": checkpoint.dtype,
         "parameters": sum(math.prod(op.result.type.get_shape()) for op in weights(module).values()),
-        "weight_bytes": None if refs is None else sum(ref.nbytes for ref in refs.values()),
+        "weight_bytes": None if stored is None else sum(part.nbytes for part in stored),
         "kv_bytes_per_token": sum(kv.bytes_per_token for unit in units for kv in unit.facts.kv),
         "max_positions": checkpoint.max_positions,
         "config": config_facts(checkpoint.config),
         "tokenizer": checkpoint.tokenizer is not None,
         "chat_template": checkpoint.chat_template is not None,
-        "tensors": None if refs is None else _by_encoding((ref.encoding, ref.nbytes) for ref in refs.values()),
+        "tensors": None if stored is None else _by_encoding((part.encoding, part.nbytes) for part in stored),
         "files": {str(name): size for name, (size, _) in checkpoint.files.items()},
         "unused": unused,
     }
@@ -129,7 +132,7 @@ def _by_encoding(refs: Any) -> dict[str, dict[str, int]]:
     return {name: {"tensors": counts[name], "bytes": size} for name, size in sizes.most_common()}
 
 
-def config_facts(config: DecoderConfig) -> dict[str, Any]:
+def config_facts(config: DecoderConfig | ProgramConfig) -> dict[str, Any]:
     """The config in normal form; what every block has alike is said once."""
     from plait.spec import to_dict
 
@@ -169,6 +172,7 @@ def _artifact(screen: Screen, path: Path) -> None:
         ("weights", f"{weights['where']}: {weights['state']}"),
         ("requests", f"up to {found['max_sequences']} at once, {found['max_kv_tokens']:,} KV tokens together"),
         ("max positions", f"{found['max_positions']:,} tokens"),
+        *(("note", note) for note in plan.notes or ()),
     ]
     screen.show(facts(lines, title=str(path)))
     rows = [

@@ -127,7 +127,8 @@ def plan_tables(plan: Plan, runs_on: Sequence[str] | None, width: int, *, verbos
     if verbose:
         yield memory_table(plan)
     idle = ((f"{item.device} idle", cause_text(item.cause, True)) for item in plan.idle)
-    yield facts([*summary_rows(plan), ("cause", cause_text(plan.cause, True)), *idle], title="predicted")
+    notes = (("note", note) for note in plan.notes or ())
+    yield facts([*summary_rows(plan), ("cause", cause_text(plan.cause, True)), *idle, *notes], title="predicted")
 
 
 def warn_of_null(screen: Screen, manifest: Manifest) -> None:
