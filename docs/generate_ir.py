@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from xdsl.dialects.builtin import FloatAttr, IntegerAttr, StringAttr
+from xdsl.dialects.builtin import ArrayAttr, DenseArrayBase, FloatAttr, IntegerAttr, StringAttr
 from xdsl.irdl import (
     OperandDef,
     OptOperandDef,
@@ -39,7 +39,13 @@ its text, its oracle in NumPy (the exact meaning: float64 inside, each result ro
 Attributes that change numbers stand on the op. An absent attribute is off; one that the op does not know is refused.
 """
 
-ATTRIBUTES = {IntegerAttr: "i64", FloatAttr: "f64", StringAttr: "string"}
+ATTRIBUTES = {
+    IntegerAttr: "i64",
+    FloatAttr: "f64",
+    StringAttr: "string",
+    ArrayAttr: "strings",
+    DenseArrayBase: "i64s",
+}
 MARKS = {OptOperandDef: "?", VarOperandDef: "...", VarResultDef: "...", OperandDef: "", ResultDef: ""}
 
 

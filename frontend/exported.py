@@ -1,0 +1,482 @@
+"""Programs that `torch.export.save` wrote (`.pt2`): a decoder from token ids to logits, taken as one opaque op.
+
+A `.pt2` is a zip archive without compression; each weight is a record of raw bytes, so weights are byte ranges of the
+file like everybody's. The program itself is read by torch. What would be unpickled is refused: that can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from xdsl.dialects.builtin import ModuleOp
+
+from plait.errors import CheckpointError, UnsupportedError
+from plait.frontend.files import TensorFiles, header_digest, some, unreadable
+from plait.frontend.torch_mlir import mlir_text, require
+from plait.ir import Builder
+from plait.spec import WeightRef
+from plait.spec.weight import Encoding
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
+
+FAMILY = "opaque"
+
+LENGTHS = (256, 1024, 4096, 16384)
+"""Tokens of the programs of a module with a dynamic length, up to its own bound, which is one more."""
+
+UNBOUNDED_TOKENS = 1024
+"""The longest sequence of a module that states no bound."""
+
+MAX_CONSTANT_BYTES = 1 << 20
+"""What is no argument of the programs stands in their text; larger tensors do not belong there."""
+
+_CONFIGS = {
+    "weights": "data/weights/model_weights_config.json",
+    "constants": "data/constants/model_constants_config.json",
+}
+_MODEL = "models/model.json"
+_SAMPLES = "data/sample_inputs/model.pt"
+
+
+@dataclass(frozen=True)
+class ProgramConfig:
+    """What is known of an exported program; it answers to the names that `DecoderConfig` has.
+
+    Attributes:
+        lengths: tokens of the programs that are made of it, ascending; `max_positions` is the last.
+        bounded: the module says itself how long a sequence may be.
+        arguments: the weights that the programs take, in order. Other tensors stand in their text.
+    """
+
+    family: str
+    file: str
+    vocab_size: int
+    max_positions: int
+    lengths: tuple[int, ...]
+    bounded: bool
+    arguments: tuple[str, ...]
+    dtype: str
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """What a user should know of the plan."""
+        lengths = ", ".join(f"{length:,}" for length in self.lengths)
+        bound = (
+            "" if self.bounded else f"; the module states no longest sequence, {self.lengths[-1]:,} tokens were taken"
+        )
+        return (
+            "the module is one opaque op, StableHLO by torch-mlir, which only XLA runs; without a KV cache every step "
+            f"computes a sequence anew from its first token, padded to {lengths} tokens{bound}"
+        )
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """Records by their path inside the archive: first byte in the file and length."""
+
+    path: Path
+    records: dict[str, tuple[int, int]]
+    weights: dict[str, Any]
+    identity: tuple[int, str]
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A loaded program. `aliases`: the names under which torch knows each argument (a tied table has two)."""
+
+    config: ProgramConfig
+    tensors: TensorFiles
+    exported: ExportedProgram
+    aliases: dict[str, tuple[str, ...]]
+
+
+def read_program(path: Path) -> tuple[ProgramConfig, TensorFiles]:
+    """Check an exported program: a decoder with one input, token ids [1 or batch, tokens], and one result, logits
+    [1 or batch, tokens, vocabulary], causal and without memory.
+
+    Raises:
+        MissingDependencyError: torch or torch-mlir is not installed.
+        CheckpointError: `exported-damaged`: the file is no whole archive, or torch does not read it.
+        UnsupportedError: `exported-*`: it is read, and is no such decoder; names what is in the way.
+    """
+    require()
+    stat = _stat(path)
+    found = _read(path, stat.st_size, stat.st_mtime_ns)
+    return found.config, found.tensors
+
+
+def build_program(config: ProgramConfig, dtype: str) -> ModuleOp:
+    """The module: one `plait.opaque` with a StableHLO program per length.
+
+    Raises:
+        UnsupportedError: `exported-dtype`: another dtype than its own is asked for; `torch-mlir-refused`.
+    """
+    if dtype != config.dtype:
+        raise UnsupportedError(
+            "exported-dtype",
+            f"{Path(config.file).name} computes in {config.dtype}, not in {dtype}",
+            why="an opaque program keeps the dtypes it was exported with",
+            hint=f"export the module in {dtype}",
+        )
+    path = Path(config.file)
+    stat = _stat(path)
+    found = _read(path, stat.st_size, stat.st_mtime_ns)
+    made = [_written(found, length) for length in config.lengths]
+    refs = found.tensors.weights
+    b = Builder(FAMILY, config.dtype)
+    b.block = 0
+    logits = b.opaque(
+        {name: (refs[name].shape, refs[name].encoding) for name in config.arguments},
+        programs=[text for text, _ in made],
+        lengths=config.lengths,
+        flops=[flops for _, flops in made],
+        vocabulary=config.vocab_size,
+    )
+    _read.cache_clear()  # the weights that torch holds are not needed any more
+    return b.finish({"logits": logits})
+
+
+def identity(path: Path) -> tuple[int, str]:
+    """Size in bytes and digest of what says where the weights lie and what is computed. Imports no torch."""
+    return _archive(path).identity
+
+
+def save_program(exported: ExportedProgram, path: Path) -> None:
+    """Write a program as a file that `read_program` reads."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(exported, path)
+
+
+def _stat(path: Path) -> Any:
+    try:
+        return path.stat()
+    except OSError as err:
+        raise unreadable(path, err) from err
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        "exported-damaged", f"{path} is no program that torch.export.save wrote", why=why, hint="save it again"
+    )
+
+
+def _refuse(code: str, what: str, why: str = "", hint: str = "") -> NoReturn:
+    raise UnsupportedError(f"exported-{code}", what, why=why, hint=hint)
+
+
+def _archive(path: Path) -> _Archive:
+    try:
+        with zipfile.ZipFile(path) as file, path.open("rb") as raw:
+            records: dict[str, tuple[int, int]] = {}
+            for info in file.infolist():
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise _damaged(path, f"{info.filename} is compressed, and torch compresses nothing")
+                # The record begins behind its own header: 30 bytes, its name and its padding.
+                raw.seek(info.header_offset + 26)
+                name, extra = (int.from_bytes(raw.read(2), "little") for _ in range(2))
+                records[info.filename.partition("/")[2]] = (info.header_offset + 30 + name + extra, info.file_size)
+            root = file.namelist()[0].partition("/")[0] if records else ""
+            missing = [part for part in (*_CONFIGS.values(), _MODEL, _SAMPLES) if part not in records]
+            if missing:
+                raise _damaged(path, f"it lacks {some(missing)}")
+            texts = {key: file.read(f"{root}/{part}") for key, part in _CONFIGS.items()}
+            model = file.read(f"{root}/{_MODEL}")
+            configs = {key: json.loads(text)["config"] for key, text in texts.items()}
+    except OSError as err:
+        raise unreadable(path, err) from err
+    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, RuntimeError) as err:
+        raise _damaged(path, str(err)) from err
+    for kind, config in configs.items():
+        pickled = [
+            name
+            for name, item in config.items()
+            if item["use_pickle"] or not item["path_name"].startswith(_PREFIX[kind])
+        ]
+        if pickled:
+            _refuse("pickle", f"{path} holds objects that must be unpickled: {some(pickled)}", "that can run code")
+    digest = header_digest(b"".join((*texts.values(), model)))
+    return _Archive(path, records, configs["weights"], (path.stat().st_size, digest))
+
+
+_PREFIX = {"weights": "weight_", "constants": "tensor_"}
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, size: int, changed_ns: int) -> _Program:
+    """Loaded once for the config and the module; size and time of the file tell whether it is still the same."""
+    import torch
+
+    archive = _archive(path)
+    offset, length = archive.records[_SAMPLES]
+    with path.open("rb") as raw, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        raw.seek(offset)
+        try:
+            _load_plain(raw.read(length))
+            exported = torch.export.load(path)
+        except UnsupportedError:
+            raise
+        except Exception as err:
+            raise _damaged(path, f"{type(err).__name__}: {err}"[:500]) from err
+    _check_signature(exported)
+    tokens, most = _token_range(exported)
+    vocabulary = _vocabulary(exported)
+    longest = tokens or most or UNBOUNDED_TOKENS
+    shorter = (length for length in LENGTHS if tokens is None and length < longest)
+    lengths = (*shorter, longest)
+    refs, aliases = _weights(archive, exported)
+    config = ProgramConfig(
+        family=FAMILY,
+        file=str(path),
+        vocab_size=vocabulary,
+        max_positions=lengths[-1],
+        lengths=lengths,
+        bounded=tokens is not None or most is not None,
+        arguments=tuple(refs),
+        dtype=_dtype(refs),
+    )
+    _check_causal(exported, lengths[0], vocabulary, dynamic=tokens is None)
+    return _Program(config, TensorFiles(refs, {str(path): archive.identity}, {}), exported, aliases)
+
+
+def _load_plain(samples: bytes) -> None:
+    """torch unpickles the sample inputs without limits where its safe way fails, so that has to work first."""
+    import io
+
+    import torch
+
+    try:
+        torch.load(io.BytesIO(samples), weights_only=True)
+    except Exception as err:
+        _refuse("pickle", f"its sample inputs must be unpickled: {err}"[:300], "that can run code")
+
+
+def _check_signature(exported: ExportedProgram) -> None:
+    signature = exported.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if changed:
+        _refuse(
+            "memory",
+            f"the program writes to {some(changed)}",
+            "an opaque op has no memory: a step gets all tokens of a sequence",
+            "export the module without a cache (use_cache=False)",
+        )
+    if len(signature.user_inputs) != 1 or len(signature.user_outputs) != 1:
+        _refuse(
+            "signature",
+            f"the program has {len(signature.user_inputs)} inputs and {len(signature.user_outputs)} results",
+            "an opaque op takes token ids and gives logits, and nothing else",
+            "export a wrapper whose forward(tokens) returns the logits alone",
+        )
+    tokens, logits = _value(exported, 0, inputs=True), _value(exported, 0, inputs=False)
+    if tokens is None or len(tokens.shape) != 2 or tokens.dtype not in _integers():
+        _refuse("signature", f"the input is {_shown(tokens)}, not token ids [batch, tokens]")
+    if logits is None or len(logits.shape) != 3 or not logits.dtype.is_floating_point:
+        _refuse("signature", f"the result is {_shown(logits)}, not logits [batch, tokens, vocabulary]")
+    if isinstance(tokens.shape[0], int) and tokens.shape[0] != 1:
+        _refuse(
+            "signature",
+            f"the program takes {tokens.shape[0]} sequences at once",
+            "an opaque op runs one sequence at a time",
+            "export with tokens of shape [1, tokens]",
+        )
+
+
+def _integers() -> tuple[Any, ...]:
+    import torch
+
+    return torch.int64, torch.int32
+
+
+def _shown(value: Any) -> str:
+    return "no tensor" if value is None else f"{value.dtype} {list(value.shape)}"
+
+
+def _value(exported: ExportedProgram, index: int, *, inputs: bool) -> Any:
+    """The fake tensor behind a user's input or result; None where it is no tensor."""
+    signature = exported.graph_signature
+    name = (signature.user_inputs if inputs else signature.user_outputs)[index]
+    for node in exported.graph.nodes:
+        if node.name == name:
+            value = node.meta.get("val")
+            return value if hasattr(value, "dtype") else None
+    return None
+
+
+def _token_range(exported: ExportedProgram) -> tuple[int | None, int | None]:
+    """The static number of tokens; or None and the largest number, where there is one."""
+    tokens = _value(exported, 0, inputs=True).shape[1]
+    if isinstance(tokens, int):
+        return tokens, tokens
+    limits = exported.range_constraints.get(tokens.node.expr)
+    if limits is None:
+        _refuse(
+            "length",
+            f"the number of tokens is {tokens}, an expression",
+            "programs are made for lengths of our choice",
+            'export with a plain torch.export.Dim("tokens", max=N), or a static length',
+        )
+    try:
+        most = int(limits.upper)
+    except (TypeError, ValueError, OverflowError):
+        return None, None
+    return None, most if most < 1 << 30 else None
+
+
+def _vocabulary(exported: ExportedProgram) -> int:
+    vocabulary = _value(exported, 0, inputs=False).shape[2]
+    if not isinstance(vocabulary, int):
+        _refuse("signature", f"the vocabulary is {vocabulary}, not a fixed number")
+    return int(vocabulary)
+
+
+def _weights(archive: _Archive, exported: ExportedProgram) -> tuple[dict[str, WeightRef], dict[str, tuple[str, ...]]]:
+    """The tensors that become arguments, and all names of each. The others become constants of the text."""
+    refs: dict[str, WeightRef] = {}
+    aliases: dict[str, list[str]] = {}
+    first: dict[str, str] = {}
+    for name, item in archive.weights.items():
+        tensor, place = exported.state_dict[name], json.dumps([item["path_name"], item["tensor_meta"]], sort_keys=True)
+        ref = _ref(archive, name, item, tensor)
+        if ref is None:
+            _check_constant(name, tensor)
+        elif place in first:
+            aliases[first[place]].append(name)
+        else:
+            first[place] = name
+            refs[name], aliases[name] = ref, [name]
+    for name, tensor in exported.constants.items():
+        if name not in archive.weights:
+            _check_constant(name, tensor)
+    if not refs:
+        _refuse("weights", "the program has no weights of a dtype that plait reads", ", ".join(_ENCODINGS))
+    return refs, {name: tuple(names) for name, names in aliases.items()}
+
+
+_ENCODINGS: dict[str, Encoding] = {"torch.float32": "float32", "torch.float16": "float16", "torch.bfloat16": "bfloat16"}
+
+
+def _ref(archive: _Archive, name: str, item: dict[str, Any], tensor: torch.Tensor) -> WeightRef | None:
+    encoding = _ENCODINGS.get(str(tensor.dtype))
+    if encoding is None or not tensor.is_contiguous() or tensor.dim() == 0 or tensor.numel() == 0:
+        return None
+    offset, length = archive.records["data/weights/" + item["path_name"]]
+    inside = int(item["tensor_meta"]["storage_offset"]["as_int"]) * tensor.element_size()
+    nbytes = tensor.numel() * tensor.element_size()
+    if inside + nbytes > length:
+        raise _damaged(archive.path, f"{name} takes {nbytes} bytes from {inside} on, its record has {length}")
+    return WeightRef(name, str(archive.path), offset + inside, nbytes, encoding, tuple(tensor.shape))
+
+
+def _check_constant(name: str, tensor: Any) -> None:
+    nbytes = tensor.numel() * tensor.element_size() if hasattr(tensor, "element_size") else 0
+    if nbytes > MAX_CONSTANT_BYTES:
+        _refuse(
+            "constant",
+            f"{name!r} is {tensor.dtype} {list(tensor.shape)}, and would have to stand in the program's text",
+            f"contiguous parameters and buffers of {', '.join(_ENCODINGS.values())} are read from the file",
+            "make it a contiguous parameter or buffer of such a dtype",
+        )
+
+
+def _dtype(refs: dict[str, WeightRef]) -> str:
+    """The dtype that most bytes are in."""
+    sizes: dict[str, int] = {}
+    for ref in refs.values():
+        sizes[ref.encoding] = sizes.get(ref.encoding, 0) + ref.nbytes
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _caller(exported: ExportedProgram) -> tuple[Any, Callable[..., Any]]:
+    """torch's module of the program, and how to call something like it with token ids: by position or by name."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    module = exported.module()
+    args, kwargs = exported.example_inputs or ((None,), {})
+    names = () if args else tuple(kwargs)
+
+    def call(function: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor:
+        typed = tokens.to(_value(exported, 0, inputs=True).dtype)
+        made = function(**{names[0]: typed}) if names else function(typed)
+        (logits,) = (leaf for leaf in pytree.tree_leaves(made) if leaf is not None)
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    return module, call
+
+
+def _check_causal(exported: ExportedProgram, length: int, vocabulary: int, *, dynamic: bool) -> None:
+    """Run it: what stands behind a token must not change the token's logits, since sequences are padded there.
+
+    A sample, not a proof: random tokens, cut in the middle.
+    """
+    import torch
+
+    module, call = _caller(exported)
+    length = min(length, 64) if dynamic else length
+    cut = max(1, length // 2)
+    whole = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    other = whole.clone()
+    other[:, cut:] = (other[:, cut:] + 1) % vocabulary
+    samples = [other]
+    if dynamic and cut > 1:
+        samples.append(whole[:, :cut])
+    with torch.no_grad():
+        want = call(module, whole)[:, :cut].float()
+        limit = (1e-4 if _value(exported, 0, inputs=False).dtype == torch.float32 else 3e-2) * float(want.abs().max())
+        for sample in samples:
+            got = call(module, sample)[:, :cut].float()
+            worst = float((got - want).abs().max())
+            if not worst <= limit:  # NaN too
+                _refuse(
+                    "causal",
+                    f"the logits of a token depend on what stands behind it, by {worst:.3g}",
+                    f"{length} random tokens, the last {length - cut} of them changed or left out; "
+                    "sequences are padded at their end, and would get other logits",
+                    "export the module in eval mode, with its causal mask",
+                )
+
+
+def _written(found: _Program, length: int) -> tuple[str, int]:
+    """The program at one length as StableHLO, and the flops of its matrix products."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module, call = _caller(found.exported)
+    aliases = found.aliases
+
+    class Stateless(torch.nn.Module):
+        """weights and int32 token ids in, float32 logits [tokens, vocabulary] out."""
+
+        def forward(self, weights: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+            named = {name: weight for names, weight in zip(aliases.values(), weights, strict=True) for name in names}
+
+            def function(*args: Any, **kwargs: Any) -> Any:
+                return torch.func.functional_call(module, named, args, kwargs, tie_weights=False)
+
+            scores: torch.Tensor = call(function, tokens)[0].float()
+            return scores
+
+    tokens = torch.zeros(1, length, dtype=torch.int32)
+    weights = [found.exported.state_dict[name].detach() for name in aliases]
+    # Counted on shapes alone: nothing is computed.
+    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter, torch.no_grad():
+        call(module, torch.zeros(1, length, dtype=torch.int32))
+    text = mlir_text(Stateless(), [weights, tokens], "stablehlo")
+    return text, int(counter.get_total_flops())

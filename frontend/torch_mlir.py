@@ -1,0 +1,103 @@
+"""torch-mlir: a torch module to MLIR text. Used to write slices in other forms, and to read programs that plait's IR
+has no ops for. torch and torch-mlir are imported when a text is asked for, not before.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from plait.errors import MissingDependencyError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+FORMS = {"torch": "torch", "linalg": "linalg-on-tensors", "stablehlo": "stablehlo", "tosa": "tosa"}
+"""What a module can be written as -> torch-mlir's name of it."""
+
+_RESOURCE = re.compile(r'^ *([\w.]+): "0x[0-9A-F]{8}([0-9A-F]*)",?$', re.MULTILINE)
+
+
+def require() -> None:
+    """Raises MissingDependencyError `torch-mlir-missing` where torch or torch-mlir is not installed."""
+    for wheel in ("torch", "torch_mlir"):
+        if importlib.util.find_spec(wheel) is None:
+            raise MissingDependencyError(
+                "torch-mlir-missing",
+                "this needs torch-mlir",
+                why=f"{wheel!r} is not installed",
+                hint="pip install 'plait[import]'",
+            )
+
+
+def version_text() -> str:
+    """`torch-mlir 20261001.1`: what wrote a text."""
+    return f"torch-mlir {version('torch-mlir')}"
+
+
+def mlir_text(module: torch.nn.Module, args: Sequence[Any], form: str) -> str:
+    """The module as MLIR text with one function `@main`, every constant in place.
+
+    Args:
+        module: without parameters of its own, or they become constants.
+        args: tensors, fake ones too, or lists of such; each becomes an argument of `@main`, in order.
+        form: one of FORMS.
+
+    Raises:
+        MissingDependencyError: `torch-mlir-missing`.
+        UnsupportedError: `torch-mlir-refused`: torch cannot export the module, or torch-mlir knows no way to write it.
+    """
+    require()
+    import torch
+    from torch_mlir import fx
+    from torch_mlir.compiler_utils import TorchMlirCompilerError
+
+    with _quiet():
+        try:
+            program = torch.export.export(module, tuple(args))
+        except Exception as err:
+            raise _refused("torch.export takes the module apart no further", err) from err
+        try:
+            # Written as torch ops, linear and rms_norm stay whole; the other forms know only what they are made of.
+            table: dict[Any, Any] | None = {} if form == "torch" else None
+            made = fx.export_and_import(program, output_type=FORMS[form], decomposition_table=table, func_name="main")
+        except (TorchMlirCompilerError, NotImplementedError, AssertionError, TypeError, KeyError) as err:
+            raise _refused(f"torch-mlir cannot write the module as {form}", err) from err
+    text = _inlined(str(made))
+    # A portable artifact of StableHLO knows no other dialect; its own constants say the same.
+    return text.replace("arith.constant dense", "stablehlo.constant dense") if form == "stablehlo" else text
+
+
+def _refused(what: str, err: Exception) -> UnsupportedError:
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    told = next((line for line in lines if "error:" in line), lines[0] if lines else type(err).__name__)
+    return UnsupportedError("torch-mlir-refused", what, why=f"{told:.500}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings about torch's own insides, and no report of a failed pass left in the folder of temporary files."""
+    before = tempfile.tempdir
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+
+def _inlined(text: str) -> str:
+    """Constants that stand at the end of the text as resources, put where they are used: `dense<"0x...">`.
+
+    A resource begins with four bytes that say its alignment.
+    """
+    body, _, resources = text.partition("{-#")
+    values = dict(_RESOURCE.findall(resources))
+    return re.sub(r"dense_resource<([\w.]+)>", lambda found: f'dense<"0x{values[found[1]]}">', body).rstrip() + "\n"

@@ -1,0 +1,233 @@
+"""`plait export`: a slice as MLIR that other tools read."""
+
+from __future__ import annotations
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plait.cli.compile import default_output
+from plait.cli.options import Json, Verbose
+from plait.cli.plan import write_whole
+from plait.errors import ArtifactError, UsageError, VerifyError
+from plait.words import bytes_text
+
+if TYPE_CHECKING:
+    from xdsl.dialects.builtin import ModuleOp
+
+    from plait.backends.kernels.stateless import Argument
+
+NAME = "export"
+
+HELP = """Write a slice as MLIR: torch, linalg, stablehlo or tosa, by torch-mlir.
+
+One function with fixed shapes for a prefill or a decode step. Weights, the step and KV are its arguments, results and
+KV come out; the first lines of the file name them. Reads no weights: a config.json is enough. Needs plait[import].
+
+\b
+    plait export smollm2                             # StableHLO of a decode step of the whole model
+    plait export smollm2.plait --slice 1 --to linalg --phase prefill --tokens 128
+    plait export config.json --to torch --dtype bfloat16 --context 1024 --concurrency 8 -o decode.mlir
+"""
+
+PREFILL_TOKENS = 128
+
+
+class Form(StrEnum):
+    """What torch-mlir writes; see `plait.frontend.torch_mlir.FORMS`."""
+
+    TORCH = "torch"
+    LINALG = "linalg"
+    STABLEHLO = "stablehlo"
+    TOSA = "tosa"
+
+
+class Phase(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def command(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", show_default=False, help="A checkpoint, as for plait plan, or an artifact."),
+    ],
+    form: Annotated[
+        Form, typer.Option("--to", metavar="FORM", help="torch, linalg, stablehlo or tosa.")
+    ] = Form.STABLEHLO,
+    part: Annotated[
+        int, typer.Option("--slice", metavar="N", help="The slice of an artifact; a model is slice 0.")
+    ] = 0,
+    phase: Annotated[Phase, typer.Option("--phase", metavar="PHASE", help="prefill or decode.")] = Phase.DECODE,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            metavar="N",
+            help=f"New tokens of each request in a prefill step; default: {PREFILL_TOKENS}, at most the context.",
+        ),
+    ] = None,
+    context: Annotated[
+        int, typer.Option("--context", metavar="N", help="Tokens of KV of each request, the new ones counted.")
+    ] = 256,
+    concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", help="Requests in the step.")] = 1,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="Compute in float32, bfloat16 or float16; default: the model's."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="The config.json of a weights file that lies alone."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.SLICE.PHASE.FORM.mlir here."),
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    from plait.cli.screen import Screen
+    from plait.cli.tables import table
+    from plait.frontend import torch_mlir
+
+    screen = Screen(as_json=as_json)
+    if phase is Phase.DECODE and tokens not in (None, 1):
+        raise UsageError("export-shape", f"a decode step brings one token of each request, not {tokens}")
+    torch_mlir.require()
+    module, title = _slice(model, part, dtype, config)
+    from plait.backends.kernels.stateless import Shape, StatelessSlice
+
+    new = 1 if phase is Phase.DECODE else min(PREFILL_TOKENS, context) if tokens is None else tokens
+    shape = Shape(concurrency, new, context)
+    stateless = StatelessSlice(module, shape)
+    with screen.phases() as progress:
+        progress("export", 0, 1)
+        text = torch_mlir.mlir_text(stateless, stateless.example(), form)
+    head = [
+        f"{title}: {phase} of {shape.sequences} x {shape.tokens} tokens in a context of {shape.context}, as {form} by "
+        f"{torch_mlir.version_text()}",
+        *(f"%arg{index}: {_text(item)}" for index, item in enumerate(stateless.arguments)),
+        *(f"result {index}: {_text(item)}" for index, item in enumerate(stateless.results)),
+    ]
+    path = output or Path(f"{default_output(model).stem}.{part}.{phase}.{form}.mlir")
+    whole = "".join(f"// {line}\n" for line in head) + text
+    write_whole(path, whole)
+    inner = [item for item in stateless.arguments if item.name not in _weight_names(module)]
+    rows = [("argument", *_cells(item)) for item in inner] + [("result", *_cells(item)) for item in stateless.results]
+    screen.show(
+        table(
+            ("", "name", "shape", "dtype"), rows, title=f"@main, after {len(stateless.arguments) - len(inner)} weights"
+        )
+    )
+    screen.show(f"wrote {path}: {bytes_text(len(whole.encode()))}, {form}")
+    command = _next(model, form, part, phase, context, concurrency, dtype, config)
+    screen.next(command)
+    screen.result(
+        {
+            "output": str(path),
+            "form": str(form),
+            "phase": str(phase),
+            "bytes": len(whole.encode()),
+            "arguments": [_fact(item) for item in stateless.arguments],
+            "results": [_fact(item) for item in stateless.results],
+            "next": command,
+        }
+    )
+
+
+def _slice(model: Path, part: int, dtype: str | None, config: Path | None) -> tuple[ModuleOp, str]:
+    """The slice's module, and what to call it."""
+    from plait.artifact import MANIFEST, read_artifact
+    from plait.ir import block_count, read_module
+    from plait.ir.passes import SLICE_PIPELINE, run_passes
+
+    if not (model / MANIFEST).is_file():
+        module, name = _whole(model, dtype, config)
+        _check_slice(part, 1, model)
+        run_passes(module, SLICE_PIPELINE)
+        return module, f"{name}, {block_count(module)} blocks"
+    for option, value in (("--dtype", dtype), ("--config", config)):
+        if value is not None:
+            raise UsageError("export-artifact", f"{option} was given, and {model} is an artifact, which says it itself")
+    artifact = read_artifact(model)
+    slices = artifact.manifest.slices
+    _check_slice(part, len(slices), model)
+    folder = slices[part].folder
+    try:
+        module = read_module(artifact.folder / folder / "slice.mlir")
+    except VerifyError as err:
+        raise ArtifactError("slice", f"{folder}/slice.mlir of {model} is no module", why=err.why) from err
+    return module, "{}, blocks {}:{} of {}".format(folder, *slices[part].blocks, artifact.manifest.model)
+
+
+def _whole(model: Path, dtype: str | None, config: Path | None) -> tuple[ModuleOp, str]:
+    from plait.errors import CheckpointError
+    from plait.frontend.checkpoint import open_checkpoint
+    from plait.frontend.lower import lower
+    from plait.pull import pulled
+
+    try:
+        checkpoint = open_checkpoint(model, config)
+    except CheckpointError as err:
+        raise pulled(err, model) from err.__cause__
+    return lower(checkpoint, dtype, read=False), checkpoint.name
+
+
+def _check_slice(part: int, count: int, model: Path) -> None:
+    if not 0 <= part < count:
+        raise UsageError(
+            "export-slice",
+            f"{model} has no slice {part}",
+            why=f"it has {count}, numbered from 0" if count > 1 else "it has slice 0 alone",
+            hint="plait compile cuts a model into slices; export the artifact" if count == 1 else "",
+        )
+
+
+def _weight_names(module: ModuleOp) -> set[str]:
+    from plait.ir import weights
+
+    return set(weights(module))
+
+
+def _cells(item: Argument) -> tuple[str, str, str]:
+    return item.name, " x ".join(map(str, item.shape)), _dtype(item)
+
+
+def _text(item: Argument) -> str:
+    return f"{item.name} {list(item.shape)} {_dtype(item)}"
+
+
+def _fact(item: Argument) -> dict[str, Any]:
+    return {"name": item.name, "shape": list(item.shape), "dtype": _dtype(item)}
+
+
+def _dtype(item: Argument) -> str:
+    return str(item.dtype).removeprefix("torch.")
+
+
+def _next(
+    model: Path,
+    form: Form,
+    part: int,
+    phase: Phase,
+    context: int,
+    concurrency: int,
+    dtype: str | None,
+    config: Path | None,
+) -> str:
+    """The same slice's other phase."""
+    other = Phase.DECODE if phase is Phase.PREFILL else Phase.PREFILL
+    words = ["plait", "export", str(model), "--to", form, "--phase", other]
+    for name, value, default in (
+        ("--slice", part, 0),
+        ("--context", context, 256),
+        ("--concurrency", concurrency, 1),
+        ("--dtype", dtype, None),
+        ("--config", config, None),
+    ):
+        if value != default:
+            words += [name, str(value)]
+    return shlex.join(words)
