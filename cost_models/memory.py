@@ -1,7 +1,8 @@
 """What a slice needs on its device: weights, KV for the workload, activations, logits, reserve; from its own tensors.
 
 - weights: the embedding on the first slice, norm and head on the last; a tensor that two slices use (a tied embedding)
-  counts on both, one that two units of the same slice use counts once.
+  counts on both, one that two units of the same slice use counts once. Quantised ones count as they are stored where
+  the backend computes with them so (`KEEP_QUANTISED`), and in the model's dtype where it dequantises when it loads.
 - KV: per attention, whole pages: every token, or the ring of its window.
 - activations: the largest unit's results and the incoming boundary for a full step; reuse is not counted on.
 - logits: float32 scores, one row per request, on the last slice.
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +20,9 @@ import numpy as np
 from plait.cost_models.profile import ModelProfile, UnitFacts
 from plait.cost_models.tables import Floats, slice_maxima, slice_sums
 from plait.spec import Device, MemoryEstimate, Workload
+
+KEEP_QUANTISED = ("cuda", "rocm")
+"""Backends that hold quantised weights as they are stored. Any other is taken to dequantise them: that is more."""
 
 
 def capacity_bytes(device: Device) -> int:
@@ -35,18 +40,17 @@ class MemoryModel:
 
     @cached_property
     def weights(self) -> Floats:
-        """[start, end) -> bytes."""
-        units = self.profile.units
-        total = slice_sums([unit.weight_bytes for unit in units])
-        users: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for index, unit in enumerate(units):
-            for weight in unit.weights:
-                users[weight].append(index)
-        for (_, size), indices in users.items():
-            if len(indices) > 1:
-                count = slice_sums(np.isin(np.arange(len(units)), indices).astype(float))
-                total -= size * np.maximum(count - 1, 0)
-        return total
+        """[start, end) -> bytes, as they are stored."""
+        return _each_once([unit.weights for unit in self.profile.units])
+
+    @cached_property
+    def dequantised(self) -> Floats:
+        """[start, end) -> bytes more where quantised weights are held in the model's dtype."""
+        return _each_once([unit.dequantised for unit in self.profile.units])
+
+    def weights_on(self, device: Device) -> Floats:
+        """[start, end) -> bytes on a device."""
+        return self.weights if device.backend in KEEP_QUANTISED else self.weights + self.dequantised
 
     @cached_property
     def kv(self) -> Floats:
@@ -65,10 +69,9 @@ class MemoryModel:
         out[:-1, -1] = self.workload.concurrency * self.profile.logits_bytes_per_row
         return out
 
-    @cached_property
-    def fixed(self) -> Floats:
+    def fixed(self, device: Device) -> Floats:
         """Everything but KV and the device's reserve."""
-        return self.weights + self.activations + self.logits
+        return self.weights_on(device) + self.activations + self.logits
 
     @cached_property
     def full_page(self) -> Floats:
@@ -84,14 +87,14 @@ class MemoryModel:
 
     def needed(self, device: Device) -> Floats:
         """[start, end) -> bytes on a device, its reserve included."""
-        return np.asarray(self.fixed + self.kv + device.reserve_bytes)
+        return np.asarray(self.fixed(device) + self.kv + device.reserve_bytes)
 
     def kv_tokens(self, device: Device) -> Floats:
         """[start, end) -> KV tokens that fit beside the rest, whole pages, over all requests; inf where no layer grows.
 
         Rings are counted for the workload's requests, whatever the tokens.
         """
-        room = capacity_bytes(device) - device.reserve_bytes - self.fixed - self.window_kv
+        room = capacity_bytes(device) - device.reserve_bytes - self.fixed(device) - self.window_kv
         with np.errstate(divide="ignore", invalid="ignore"):
             pages = np.floor(room / self.full_page)
         pages = np.where(self.full_page > 0, pages, np.inf)
@@ -101,7 +104,7 @@ class MemoryModel:
         """One slice on one device, needed or not."""
         at = (start, end)
         return MemoryEstimate(
-            weights_bytes=int(self.weights[at]),
+            weights_bytes=int(self.weights_on(device)[at]),
             kv_bytes=int(self.kv[at]),
             activations_bytes=int(self.activations[at]),
             logits_bytes=int(self.logits[at]),
@@ -112,7 +115,7 @@ class MemoryModel:
     def max_context_tokens(self, start: int, end: int, device: Device) -> int | None:
         """The largest context, in whole pages, that all the workload's requests can have at once; None where no layer
         grows and the slice fits: it does not limit the context. One page more does not fit."""
-        room = capacity_bytes(device) - device.reserve_bytes - int(self.fixed[start, end])
+        room = capacity_bytes(device) - device.reserve_bytes - int(self.fixed(device)[start, end])
         kvs = [kv for unit in self.profile.blocks[start:end] for kv in unit.facts.kv]
 
         def fits(pages: int) -> bool:
@@ -151,3 +154,17 @@ class MemoryModel:
 
         by_kind = {facts: held(facts) for facts in {unit.facts for unit in self.profile.units}}
         return [by_kind[unit.facts] for unit in self.profile.units]
+
+
+def _each_once(units: Sequence[Sequence[tuple[str, int]]]) -> Floats:
+    """[start, end) -> bytes of named tensors, each of which counts once however many units of the range name it."""
+    total = slice_sums([sum(size for _, size in unit) for unit in units])
+    users: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, unit in enumerate(units):
+        for weight in unit:
+            users[weight].append(index)
+    for (_, size), indices in users.items():
+        if len(indices) > 1:
+            count = slice_sums(np.isin(np.arange(len(units)), indices).astype(float))
+            total -= size * np.maximum(count - 1, 0)
+    return total

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
@@ -15,7 +16,8 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
 from plait.ir.facts import Cost, Step
 from plait.ir.module import block_count, ops
 from plait.ir.ops import CACHING, SCORING, LogitsOp, OpaqueOp, PlaitOp, WeightOp
-from plait.ir.types import dtype_bytes, dtype_name
+from plait.ir.quant import held_dtype
+from plait.ir.types import QuantType, dtype_bytes, dtype_name, tensor_bytes
 from plait.spec import ring_pages
 
 
@@ -60,10 +62,12 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class Unit:
-    """`weights` are (name, bytes) of the tensors it uses; a name in two units is one tensor (a tied embedding)."""
+    """`weights` are (name, bytes) of the tensors it uses; a name in two units is one tensor (a tied embedding).
+    `dequantised` are (name, more bytes) of the quantised ones, where a backend holds them in the model's dtype."""
 
     facts: UnitFacts
     weights: tuple[tuple[str, int], ...]
+    dequantised: tuple[tuple[str, int], ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -110,11 +114,11 @@ def profile(module: ModuleOp, max_positions: int | None = None) -> ModelProfile:
     weights = _weights(module, number, count + 2)
     shared: dict[Any, UnitFacts] = {}
     units = []
-    for group, held in zip(members, weights, strict=True):
+    for group, (held, more) in zip(members, weights, strict=True):
         kind = _kind(group)
         if kind not in shared:
             shared[kind] = _facts(group)
-        units.append(Unit(shared[kind], held))
+        units.append(Unit(shared[kind], held, more))
     scores = next(op for op in ops(module) if isinstance(op, SCORING))
     name = module.attributes["plait.model"]
     assert isinstance(name, StringAttr)
@@ -151,7 +155,13 @@ def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProf
                 kv=tuple(replace(kv, dtype_bytes=int(kv.dtype_bytes * ratio)) for kv in unit.facts.kv),
                 activation_bytes_per_token=int(unit.facts.activation_bytes_per_token * ratio),
             )
-        return Unit(facts, tuple((name, int(size * ratio)) for name, size in unit.weights))
+        # What is quantised stays as it is stored; where it is dequantised, that changes.
+        more = dict(unit.dequantised)
+        return Unit(
+            facts,
+            tuple((name, size if name in more else int(size * ratio)) for name, size in unit.weights),
+            tuple((name, int((size + more[name]) * ratio) - size) for name, size in unit.weights if name in more),
+        )
 
     return replace(
         model,
@@ -173,17 +183,25 @@ def _numbered(module: ModuleOp, count: int) -> Iterator[tuple[PlaitOp, int]]:
         yield op, op.block_index + 1 if op.block_index is not None else (count + 1 if inside else 0)
 
 
-def _weights(module: ModuleOp, number: dict[PlaitOp, int], units: int) -> list[tuple[tuple[str, int], ...]]:
-    """The tensors each unit uses, in the order of the module."""
+def _weights(
+    module: ModuleOp, number: dict[PlaitOp, int], units: int
+) -> list[tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]]:
+    """The tensors each unit uses, in the order of the module, and the quantised among them: `Unit`'s fields."""
     held: list[list[tuple[str, int]]] = [[] for _ in range(units)]
+    more: list[list[tuple[str, int]]] = [[] for _ in range(units)]
     for op in ops(module):
         if not isinstance(op, WeightOp):
             continue
-        size = _bytes(op.result.type)
+        kind = op.result.type
+        size = _bytes(kind)
+        assert isinstance(kind, TensorType)
+        wide = prod(kind.get_shape()) * dtype_bytes(held_dtype(op)) - size
         users = {number[use.operation] for use in op.result.uses if isinstance(use.operation, PlaitOp)}
         for unit in sorted(users):
             held[unit].append((op.symbol.data, size))
-    return [tuple(entry) for entry in held]
+            if isinstance(kind.element_type, QuantType):
+                more[unit].append((op.symbol.data, wide))
+    return [(tuple(stored), tuple(beside)) for stored, beside in zip(held, more, strict=True)]
 
 
 def _kind(group: list[PlaitOp]) -> Any:
@@ -199,9 +217,7 @@ def _facts(group: list[PlaitOp]) -> UnitFacts:
     return UnitFacts(
         ops=tuple(OpFacts(op.name, op.cost) for op in group),
         kv=tuple(
-            KVFacts(
-                op.cache.kv_heads.data, op.cache.head_dim.data, dtype_bytes(op.cache.dtype), op.cache.window_tokens
-            )
+            KVFacts(op.cache.kv_heads.data, op.cache.head_dim.data, dtype_bytes(op.cache.dtype), op.cache.window_tokens)
             for op in group
             if isinstance(op, CACHING)
         ),
@@ -225,7 +241,4 @@ def _boundaries(number: dict[PlaitOp, int], count: int) -> tuple[int, ...]:
 def _bytes(kind: Any) -> int:
     """Bytes of a static tensor, or of one row of one whose first dimension is the batch's tokens."""
     assert isinstance(kind, TensorType)
-    total = dtype_bytes(kind.element_type)
-    for dim in kind.get_shape():
-        total *= 1 if dim < 0 else dim
-    return total
+    return tensor_bytes(kind)

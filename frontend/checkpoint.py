@@ -1,11 +1,12 @@
 """Opening a checkpoint, in whatever form it lies there. Tensor data is not read.
 
 model.safetensors   model.safetensors.index.json   a directory   a hub cache folder   model.gguf   config.json alone
+model.pt2 (a program that torch.export saved)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from plait.errors import CheckpointError, UsageError
 from plait.frontend import safetensors
 from plait.frontend.config import DecoderConfig
 from plait.frontend.config_reader import token_ids
+from plait.frontend.exported import ProgramConfig, read_program
 from plait.frontend.families import read_config
 from plait.frontend.files import TensorFiles, parse_json, read_json, read_text
 from plait.frontend.locate import INDEX_SUFFIX, find, index_of
+from plait.frontend.quantisation import join_scales
 from plait.spec import WeightRef
 
 
@@ -35,7 +38,7 @@ class Checkpoint:
     """
 
     name: str
-    config: DecoderConfig
+    config: DecoderConfig | ProgramConfig
     weights: dict[str, WeightRef] | None
     files: dict[str, tuple[int, str]]
     dtype: str
@@ -63,8 +66,8 @@ def open_checkpoint(path: Path | str, config: Path | str | None = None) -> Check
     """Read everything about a checkpoint but its tensors' data.
 
     Args:
-        path: a `.safetensors` or `.gguf` file, a `*.safetensors.index.json`, a directory that holds such, the cache
-            folder of a model of the hub, or a config.json (to plan without weights).
+        path: a `.safetensors`, `.gguf` or `.pt2` file, a `*.safetensors.index.json`, a directory that holds such, the
+            cache folder of a model of the hub, or a config.json (to plan without weights).
         config: the config.json to use instead of the one beside the weights.
 
     Raises:
@@ -140,10 +143,18 @@ def _open_gguf(path: Path, override: Path | None) -> Checkpoint:
     )
 
 
+def _open_program(path: Path, override: Path | None) -> Checkpoint:
+    if override is not None:
+        raise UsageError("config-twice", f"--config was given, and {path.name} is a program, which needs none")
+    config, tensors = read_program(path)
+    return _checkpoint(path, path.parent, config, tensors)
+
+
 _OPENERS: dict[str, Callable[[Path, Path | None], Checkpoint]] = {
     ".safetensors": _open_safetensors,
     ".json": _open_json,
     ".gguf": _open_gguf,
+    ".pt2": _open_program,
 }
 
 
@@ -151,7 +162,9 @@ def _read_config_file(path: Path) -> DecoderConfig:
     return read_config(read_json(path), str(path))
 
 
-def _checkpoint(path: Path, config_folder: Path, config: DecoderConfig, tensors: TensorFiles | None) -> Checkpoint:
+def _checkpoint(
+    path: Path, config_folder: Path, config: DecoderConfig | ProgramConfig, tensors: TensorFiles | None
+) -> Checkpoint:
     """Put together what lies beside the weights, or else beside the config."""
     folders = dict.fromkeys((path.parent, config_folder))
 
@@ -167,15 +180,18 @@ def _checkpoint(path: Path, config_folder: Path, config: DecoderConfig, tensors:
     if template is not None:
         tokenizer_config["chat_template"] = template
 
+    quantisation = config.quantisation if isinstance(config, DecoderConfig) else None
+    weights = None if tensors is None else join_scales(tensors.weights, quantisation, path)
+
     def named(role: str) -> tuple[int, ...]:
         return _named_token(tokenizer_config.get(role), beside("tokenizer.json"))
 
     return Checkpoint(
         name=_name(path),
         config=config,
-        weights=None if tensors is None else tensors.weights,
+        weights=weights,
         files={} if tensors is None else tensors.files,
-        dtype=config.dtype or _stored_dtype(path, tensors),
+        dtype=config.dtype or _stored_dtype(path, weights),
         tokenizer=beside("tokenizer.json"),
         tokenizer_config=tokenizer_config,
         generation=generation,
@@ -220,9 +236,9 @@ def _named_token(value: Any, tokenizer: Path | None) -> tuple[int, ...]:
     return token_ids(ids, f"{tokenizer}: the id of {name!r}")
 
 
-def _stored_dtype(path: Path, tensors: TensorFiles | None) -> str:
-    """The one dtype that all matrices are stored in, for configs that do not say."""
-    encodings = {ref.encoding for ref in tensors.weights.values() if len(ref.shape) > 1} if tensors else set()
+def _stored_dtype(path: Path, weights: Mapping[str, WeightRef] | None) -> str:
+    """The one dtype that all matrices are stored in but the quantised ones, for configs that do not say."""
+    encodings = {ref.encoding for ref in (weights or {}).values() if len(ref.shape) > 1 and ref.scale is None}
     if len(encodings) != 1:
         raise CheckpointError(
             "config-key-missing",

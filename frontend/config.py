@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from plait.errors import UnsupportedError
 from plait.frontend.config_reader import ConfigReader
+from plait.frontend.quantisation import Quantisation
 from plait.frontend.rope import LAYER_TYPES
 from plait.ir import Rope
 from plait.ir.types import DTYPES
@@ -20,6 +21,7 @@ class DecoderConfig:
         windows: the attention window of each block in tokens, None for full: key j is visible while i - j < window.
         tied: the logits use the embedding's table.
         dtype: what the config says the weights are: float32, float16 or bfloat16; None where it does not say.
+        quantisation: how weights are quantised; None where they are not.
     """
 
     family: str
@@ -41,6 +43,7 @@ class DecoderConfig:
     dtype: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantisation: Quantisation | None = None
 
     def __post_init__(self) -> None:
         assert len(self.ropes) == len(self.windows) == self.blocks

@@ -53,7 +53,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "use_mrope": (False,),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
 }
 """Keys that change numbers, and the values that plait implements. Anything else is refused by name."""
 
@@ -134,15 +133,10 @@ class ConfigReader:
             )
 
     def _refuse(self, key: str, value: Any, allowed: tuple[Any, ...]) -> UnsupportedError:
-        method = (
-            value.get("quant_method", "unnamed") if key == "quantization_config" and isinstance(value, dict) else None
-        )
-        shown = f"method {method!r}" if method else repr(value)[:100]
         return UnsupportedError(
             "config-value",
-            f"{self.source}: {key!r} is {shown}, which is not implemented",
+            f"{self.source}: {key!r} is {value!r:.100}, which is not implemented",
             why=f"implemented: {' or '.join(map(repr, allowed))}",
-            hint="use the unquantised checkpoint, or a GGUF file in Q4_0, Q4_1 or Q8_0" if method else "",
         )
 
     def _typed(self, key: str, value: Any, kind: type[T]) -> T | None:

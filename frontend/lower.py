@@ -11,26 +11,41 @@ from xdsl.dialects.builtin import ModuleOp, TensorType
 
 from plait.errors import CheckpointError
 from plait.frontend.checkpoint import Checkpoint
+from plait.frontend.config import DecoderConfig
+from plait.frontend.exported import ProgramConfig, build_program
 from plait.frontend.families import family
 from plait.frontend.families.decoder import EMBEDDING, LM_HEAD
 from plait.frontend.files import some, unreadable
+from plait.frontend.quantisation import STATIC_SCALES
 from plait.ir import weights
+from plait.ir.ops import LinearOp
+from plait.ir.quant import GGUF, quant_type, quantise_types
+from plait.ir.types import QuantType
 from plait.spec import WeightRef
 
 _COMPARE_BYTES = 1 << 24
 """Read at a time: two tables of gigabytes are compared in little memory."""
 
 
-def lower(checkpoint: Checkpoint, dtype: str | None = None, *, read: bool = True) -> ModuleOp:
+def lower(
+    checkpoint: Checkpoint, dtype: str | None = None, *, read: bool = True, keep_blocks: bool = False
+) -> ModuleOp:
     """The module of the whole model, in `dtype` (default: the checkpoint's). Where there are weights they are checked.
+
+    Weights with scales of their own stay quantised: `dtype` is that of activations and of the other weights.
 
     Args:
         read: compare the two copies of a tied table where the file holds both. All else is known from the headers.
+        keep_blocks: GGUF's blocks stay quantised too. Otherwise the module has them in `dtype`.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is used by no op, by name.
     """
+    if isinstance(checkpoint.config, ProgramConfig):
+        return build_program(checkpoint.config, dtype or checkpoint.dtype)
     module = family(checkpoint.family).build(checkpoint.config, dtype or checkpoint.dtype)
+    kinds = _quantised(checkpoint.config, module) if checkpoint.weights is None else _stored(checkpoint.weights)
+    quantise_types(module, {name: kind for name, kind in kinds.items() if keep_blocks or kind not in GGUF.values()})
     if checkpoint.weights is not None:
         unused_tensors(checkpoint, module, read=read)
     return module
@@ -43,11 +58,15 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     Raises:
         CheckpointError: as `lower` says.
     """
+    if isinstance(checkpoint.config, ProgramConfig):
+        return {}  # what is no argument of the program stands in its text
     stored = checkpoint.weights or {}
     needed = {name: _shape(op.result.type) for name, op in weights(module).items()}
     _check_missing(checkpoint, stored, needed)
     _check_shapes(stored, needed)
     harmless = family(checkpoint.family).harmless
+    if checkpoint.config.quantisation is not None and checkpoint.config.quantisation.static:
+        harmless = harmless | STATIC_SCALES
     reasons: dict[str, str] = {}
     for name in stored.keys() - needed.keys():
         if checkpoint.config.tied and name == LM_HEAD:
@@ -63,6 +82,26 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
             hint="does the config belong to these weights?",
         )
     return reasons
+
+
+def _stored(stored: Mapping[str, WeightRef]) -> dict[str, QuantType]:
+    """The matrices that are stored quantised, and how."""
+    kinds = {name: quant_type(ref) for name, ref in stored.items() if len(ref.shape) == 2}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def _quantised(config: DecoderConfig, module: ModuleOp) -> dict[str, QuantType]:
+    """What a config alone says: every linear but the modules it skips. The dtype of scales is not known; float32 is the
+    largest."""
+    said = config.quantisation
+    if said is None:
+        return {}
+    linear = {
+        name
+        for name, op in weights(module).items()
+        if any(isinstance(use.operation, LinearOp) and use.index == 1 for use in op.result.uses)
+    }
+    return {name: said.type_of() for name in linear if not said.skips(name.removesuffix(".weight"))}
 
 
 def _shape(kind: object) -> tuple[int, ...]:

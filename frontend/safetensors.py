@@ -20,13 +20,19 @@ from plait.spec.weight import Encoding
 MAX_HEADER_BYTES = 100_000_000
 """The bound of the safetensors library itself."""
 
-ENCODINGS: dict[str, tuple[Encoding, int]] = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
-"""safetensors dtype -> encoding and bytes of one element."""
+ENCODINGS: dict[str, tuple[Encoding, int]] = {
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("e4m3fn", 1),
+    "F8_E5M2": ("e5m2", 1),
+    "F8_E4M3FNUZ": ("e4m3fnuz", 1),
+}
+"""safetensors dtype -> encoding and bytes of one element. FP8 means nothing without scales: see `quantisation`."""
 
-_FP8 = "FP8 weights mean nothing without their scales, which plait does not read yet"
 _NOT_A_WEIGHT = "no op of a supported family takes weights of this dtype"
 REFUSED = {
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), _FP8),
+    **dict.fromkeys(("F8_E8M0", "F8_E5M2FNUZ"), "no format that plait reads is made of it"),
     **dict.fromkeys(("F4", "F6_E2M3", "F6_E3M2"), "packed formats below 8 bits are not read"),
     **dict.fromkeys(("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"), _NOT_A_WEIGHT),
 }

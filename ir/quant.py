@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.builtin import ModuleOp, TensorType
+from xdsl.ir import Attribute
 from xdsl.rewriter import Rewriter
 
 from plait.ir.dialect import verify
 from plait.ir.module import weights
-from plait.ir.types import CODES, DTYPES, QuantType, tensor
+from plait.ir.ops import WeightOp
+from plait.ir.types import CODES, DTYPES, QuantType, is_dtype, tensor
 from plait.spec import WeightRef
 
 GGUF = {
@@ -28,6 +30,15 @@ def quant_type(ref: WeightRef) -> QuantType | None:
         return None
     zero = ref.zero.encoding if isinstance(ref.zero, WeightRef) else ref.zero
     return QuantType.get(ref.encoding, ref.scale.encoding, ref.block, zero=zero)
+
+
+def held_dtype(op: WeightOp) -> Attribute:
+    """What a weight is held in where it is dequantised: its own dtype, or, where it is quantised, the one that the ops
+    which take it compute in."""
+    beside = [value for use in op.result.uses for value in (*use.operation.operands, *use.operation.results)]
+    kinds = (value.type.element_type for value in (op.result, *beside) if isinstance(value.type, TensorType))
+    found: Attribute = next(kind for kind in kinds if is_dtype(kind))
+    return found
 
 
 def quantise_types(module: ModuleOp, kinds: Mapping[str, QuantType]) -> None:

@@ -75,6 +75,105 @@ def save(
     return folder
 
 
+FP8_MAX = 448.0
+
+
+def save_fp8(folder: Path, source: Path, layout: str = "tensor", block: tuple[int, int] = (32, 48)) -> Path:
+    """The checkpoint in `source` with its linears in e4m3fn, as the tools that make such files lay them out. Made with
+    torch alone. Returns the folder.
+
+    Args:
+        layout: `tensor` or `row` (compressed-tensors), `static` (one scale each, and one of activations), or `block`
+            (DeepSeek's), with the last blocks cut short where `block` does not divide the matrix.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    made = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if "_proj.weight" not in name:
+            made[name] = tensor
+            continue
+        rows, columns = {"row": (1, tensor.shape[1]), "block": block}.get(layout, tuple(tensor.shape))
+        scale = torch.stack(
+            [
+                torch.stack([part.abs().max() / FP8_MAX for part in band.split(columns, 1)])
+                for band in tensor.float().split(rows)
+            ]
+        )
+        wide = scale.repeat_interleave(rows, 0)[: tensor.shape[0]].repeat_interleave(columns, 1)[:, : tensor.shape[1]]
+        made[name] = (tensor.float() / wide).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        module = name.removesuffix(".weight")
+        made[f"{module}.weight_scale{'_inv' if layout == 'block' else ''}"] = (
+            scale.reshape(1) if layout in ("tensor", "static") else scale
+        )
+        if layout == "static":
+            made[f"{module}.input_scale"] = torch.ones(1)
+    folder.mkdir(parents=True)
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": fp8_config(layout, block)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def fp8_config(layout: str, block: tuple[int, int]) -> dict[str, Any]:
+    """`quantization_config`, with the keys that published checkpoints have."""
+    if layout == "block":
+        return {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": list(block),
+        }
+    if layout == "static":
+        return {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"}
+    kind = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None}
+    kind |= {"actorder": None, "observer_kwargs": {}}
+    activations = {"dynamic": True, "strategy": "token", "observer": None}
+    weights = {"dynamic": False, "strategy": "channel" if layout == "row" else "tensor", "observer": "minmax"}
+    group = {"input_activations": kind | activations, "output_activations": None, "targets": ["Linear"]}
+    return {
+        "config_groups": {"group_0": group | {"weights": kind | weights}},
+        "format": "float-quantized",
+        "global_compression_ratio": 1.5,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.12.2",
+    }
+
+
+def dequantised(folder: Path, source: Path, block: tuple[int, int] = (32, 48)) -> Path:
+    """What the FP8 checkpoint in `source` means, without any quantisation, computed by torch. Returns the folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    stored = load_file(source / "model.safetensors")
+    made = {}
+    for name, tensor in stored.items():
+        scale = stored.get(f"{name}_scale", stored.get(f"{name}_scale_inv"))
+        if scale is None:
+            if not name.endswith(("_scale", "_scale_inv")):
+                made[name] = tensor
+            continue
+        if scale.numel() == 1 or scale.shape[1] == 1:
+            made[name] = tensor.float() * scale.float()
+            continue
+        made[name] = torch.empty(tensor.shape)
+        for i, j in np.ndindex(*scale.shape):
+            part = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            made[name][part] = tensor[part].float() * scale[i, j].float()
+    folder.mkdir(parents=True)
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def reference_logits(folder: Path, ids: list[int], dtype: str = "float32") -> NDArray[np.float32]:
     """[len(ids), vocabulary] float32: the scores after every token, by transformers computing in `dtype`."""
     import torch

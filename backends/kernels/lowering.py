@@ -17,9 +17,9 @@ from xdsl.irdl import OptOperandDef
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
 from plait.ir.module import ops, weights
 from plait.ir.ops import PlaitOp, RopeOp, WeightOp
-from plait.ir.quant import quant_type
+from plait.ir.quant import held_dtype, quant_type
 from plait.ir.rope import ROPE_PARAMETERS, Rope
-from plait.ir.types import DTYPES, QuantType, dtype_name, is_dtype
+from plait.ir.types import DTYPES, QuantType, dtype_name
 from plait.spec import Support, WeightRef
 
 Code = TypeVar("Code")
@@ -158,13 +158,7 @@ def check_weights(module: ModuleOp, refs: Mapping[str, WeightRef]) -> None:
 def weight_dtypes(module: ModuleOp) -> dict[str, str]:
     """What each weight is held in where it is dequantised when it is loaded: its own dtype, or, of a quantised weight,
     the dtype that the ops which take it compute in."""
-    return {name: _held(op) for name, op in weights(module).items()}
-
-
-def _held(op: WeightOp) -> str:
-    beside = [value for use in op.result.uses for value in (*use.operation.operands, *use.operation.results)]
-    kinds = (value.type.element_type for value in (op.result, *beside) if isinstance(value.type, TensorType))
-    return dtype_name(next(kind for kind in kinds if is_dtype(kind)))
+    return {name: dtype_name(held_dtype(op)) for name, op in weights(module).items()}
 
 
 def dtypes_of(module: ModuleOp) -> tuple[str, ...]:

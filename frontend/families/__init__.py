@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -9,6 +10,7 @@ from plait.errors import CheckpointError, UnsupportedError, did_you_mean
 from plait.frontend.config import DecoderConfig
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
+from plait.frontend.quantisation import read_quantisation
 
 FAMILIES = {
     "llama": "plait.frontend.families.llama",
@@ -60,6 +62,6 @@ def read_config(data: dict[str, Any], source: str) -> DecoderConfig:
             f"{source}: the architecture {', '.join(architectures)} is not supported",
             why=f"of the model type {model_type}, supported is {', '.join(kind.architectures)}",
         )
-    config = kind.read(reader)
+    config = replace(kind.read(reader), quantisation=read_quantisation(reader))
     reader.finish()
     return config
