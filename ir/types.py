@@ -296,7 +296,7 @@ class QuantType(ParametrizedAttribute, TypeAttribute):
             rows, columns = cls._parse_layout(parser)
             zero: Attribute = NoneAttr()
             minimum: Attribute = NoneAttr()
-            if parser.parse_optional_punctuation(",") is not None:
+            while parser.parse_optional_punctuation(",") is not None:
                 if parser.parse_optional_keyword("zero") is not None:
                     point = parser.parse_optional_integer(allow_boolean=False, allow_negative=False)
                     zero = parser.parse_type() if point is None else IntAttr(point)

@@ -12,13 +12,43 @@ from xdsl.rewriter import Rewriter
 
 import plait.ir
 from plait.errors import VerifyError
-from plait.ir import parse_module, print_module, weights
+from plait.ir import Builder, parse_module, print_module, weights
 from plait.ir.passes import SLICE_PIPELINE, parse_passes, run_passes, slice_modules
-from plait.ir.types import element, tensor
+from plait.ir.quant import quantise_types
+from plait.ir.types import QuantType, element, tensor
 from tests.golden.conftest import Golden
 from tests.ir_models import Shape, build
 
 TINY = Shape(blocks=2, windows=(None, 8), softcap=30.0)
+
+
+def quantised_module() -> ModuleOp:
+    """Every way to quantise, FP8 KV, sinks and GELU, in one block."""
+    b = Builder("m", "float32")
+    x = b.embed("table", 32, 16)
+    b.block = 0
+    q, k, v = (b.linear(b.rms_norm(x, "norm", 1e-5), f"{n}.w", width) for n, width in (("q", 16), ("k", 8), ("v", 8)))
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 4, "scale": 0.5}
+    y = b.attention(q, k, v, sinks="sinks", kv_dtype="e4m3fn", **shape)
+    y = b.gelu_mul(b.linear(y, "gate.w", 24), b.linear(y, "up.w", 24), "tanh")
+    b.block = None
+    module = b.finish({"logits": b.logits(b.linear(y, "down.w", 16), "head", 32)})
+    kinds = {
+        "table": QuantType.get("i8", "float16", (1, 8)),
+        "q.w": QuantType.get("e4m3fn", "float32", (8, 12)),
+        "k.w": QuantType.get("e4m3fn"),
+        "v.w": QuantType.get("e5m2", "bfloat16", (1, 0)),
+        "gate.w": QuantType.get("u4", "float16", (1, 4), zero=8),
+        "up.w": QuantType.get("u4", "float16", (1, 4), zero="float16"),
+        "down.w": QuantType.get("u4", "float16", (1, 24), minimum="float16"),
+        "head": QuantType.get("e4m3fnuz"),
+    }
+    quantise_types(module, kinds)
+    return module
+
+
+def test_quantised_module(golden: Golden) -> None:
+    golden("ir/quantised.mlir", print_module(quantised_module()))
 
 
 def test_module(golden: Golden) -> None:
@@ -60,6 +90,8 @@ ONE = build(Shape(blocks=1, windows=(8,), softcap=30.0))
 FUSED = build(Shape(blocks=1, bias=True, tied=False))
 run_passes(FUSED, SLICE_PIPELINE)
 CUT = slice_modules(build(Shape(blocks=3)), [(0, 1), (1, 3)])[1]
+
+QUANTISED = quantised_module()
 
 EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ("eps zero", ONE, r"eps = 1\.0*e-05", "eps = 0.0"),
@@ -148,6 +180,25 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
         r"plait\.add_rms_norm %3, %19, (.*)tensor<\?x16xf32>, tensor<\?x16xf32>, ",
         r"plait.add_rms_norm %3, %13, \1tensor<?x16xf32>, tensor<?x8xf32>, ",
     ),
+    ("codes of f32", QUANTISED, r"quant<f8E4M3FN", "quant<f32"),
+    ("a scale in f64", QUANTISED, r"scale f32 block", "scale f64 block"),
+    ("a block of no rows", QUANTISED, r"block 8x12", "block 0x12"),
+    ("a group of nothing", QUANTISED, r"group 4", "group 0"),
+    ("a group that does not divide", QUANTISED, r"group 4", "group 5"),
+    (
+        "4 bits in odd rows",
+        QUANTISED,
+        r"tensor<24x16x(!plait.quant<ui4, scale f16) group 4",
+        r"tensor<24x15x\1 per row",
+    ),
+    ("a zero of FP8", QUANTISED, r"block 8x12", "block 8x12, zero 8"),
+    ("a zero beyond the codes", QUANTISED, r"zero 8", "zero 16"),
+    ("a zero and a min", QUANTISED, r"zero 8", "zero 8, min f16"),
+    ("a layout of nonsense", QUANTISED, r"per tensor", "per column"),
+    ("a quantised vector", QUANTISED, r"tensor<16xf32>", "tensor<16x!plait.quant<si8, scale f32 per tensor>>"),
+    ("a quantised norm", QUANTISED, r"tensor<16xf32>", "tensor<16x1x!plait.quant<si8, scale f32 per tensor>>"),
+    ("sinks of other heads", QUANTISED, r"tensor<4xf32>", "tensor<5xf32>"),
+    ("an approximation nobody knows", QUANTISED, r"\"tanh\"", '"erf"'),
     ("a fixed number of tokens", CUT, r"tensor<\?x16xf32>", "tensor<4x16xf32>"),
     ("a value of no width", CUT, r"tensor<\?x16xf32>", "tensor<?x0xf32>"),
     ("a value of three dimensions", CUT, r"tensor<\?x16xf32>", "tensor<?x16x1xf32>"),

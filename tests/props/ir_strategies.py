@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
 from xdsl.dialects.builtin import ModuleOp
 
-from plait.ir import Builder, Rope, print_module
+from plait.ir import Builder, Rope, print_module, weights
+from plait.ir.quant import quantise_types
+from plait.ir.types import CODES, DTYPES, FP8, QuantType
 from tests.ir_models import Shape
 
 #: Any name that the IR takes: quotes, backslashes and control characters too.
 NAMES = st.text(st.characters(max_codepoint=127), min_size=1, max_size=12)
+KV_DTYPES = [None, *FP8]
 POSITIVE = st.floats(min_value=0.0, exclude_min=True, allow_infinity=False, allow_nan=False)
 
 
@@ -69,13 +73,15 @@ def modules(draw: st.DrawFn) -> Made:
         k, v = b.linear(x, next(names), 4), b.linear(x, next(names), 4)
         softcap = draw(st.none() | POSITIVE)
         shape = {"heads": width // 4, "kv_heads": 1, "head_dim": 4, "window": window, "softcap": softcap}
+        shape |= {"sinks": next(names) if draw(st.booleans()) else None, "kv_dtype": draw(st.sampled_from(KV_DTYPES))}
         made.append((b.attention(q, k, v, scale=draw(POSITIVE), **shape), width))
         b.block = (b.block or 0) + 1  # one attention per block: its KV value is named after the block
 
     def binary() -> None:
         x, width = some()
         y = draw(st.sampled_from([value for value, other in made if other == width]))
-        made.append((draw(st.sampled_from([b.add, b.silu_mul]))(x, y), width))
+        tanh = partial(b.gelu_mul, approximate="tanh")
+        made.append((draw(st.sampled_from([b.add, b.silu_mul, b.gelu_mul, tanh]))(x, y), width))
 
     embed()
     b.block = 0
@@ -90,7 +96,29 @@ def modules(draw: st.DrawFn) -> Made:
     outputs = {name: some()[0] for name in draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))}
     if draw(st.booleans()):
         outputs[next(names) + "\n scores"] = b.logits(some()[0], next(names), draw(st.integers(1, 99)))
-    return Made(b.finish(outputs))
+    module = b.finish(outputs)
+    matrices = [name for name, op in weights(module).items() if len(op.result.type.get_shape()) == 2]
+    chosen = draw(st.lists(st.sampled_from(matrices), unique=True))
+    quantise_types(module, {name: draw(quant_types()) for name in chosen})
+    return Made(module)
+
+
+@st.composite
+def quant_types(draw: st.DrawFn) -> QuantType:
+    """Formats that a matrix with an even number of columns can have; groups are of one, two or four."""
+    code, scale = draw(st.sampled_from(list(CODES))), draw(st.sampled_from(list(DTYPES)))
+    group = st.tuples(st.just(1), st.sampled_from([1, 2, 4]))
+    block = st.tuples(st.integers(2, 1 << 40), st.integers(1, 1 << 40))
+    layout = draw(st.sampled_from([(0, 0), (1, 0)]) | group | block)
+    offset = (
+        {}
+        if code in FP8
+        else draw(
+            st.fixed_dictionaries({"zero": st.none() | st.integers(1, 15) | st.sampled_from(list(DTYPES))})
+            | st.fixed_dictionaries({"minimum": st.sampled_from(list(DTYPES))})
+        )
+    )
+    return QuantType.get(code, scale, layout, **offset)
 
 
 @st.composite
