@@ -53,7 +53,7 @@ def load_x(pointers, rows, left, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, E
 def load_k(pointers, left, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
     """A tile (any, BLOCK_K) of which `left` columns exist, or all if WHOLE; others are 0."""
     there = tl.arange(0, BLOCK_K)[None, :] < left
-    return tl.load(pointers) if WHOLE else tl.load(pointers, mask=there, other=0)
+    return tl.load(pointers) if WHOLE else tl.load(pointers, mask=there, other=0.0)
 
 
 @triton.jit
