@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
     from xdsl.ir import Operation
 
+    from plait.ir.ops import OpaqueOp
+
 ARCHS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x")
+#: What a slice that is one opaque op has in its folder.
+OPAQUE_FILES = "opaque-*.stablehlo"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -48,15 +52,18 @@ class XlaBackend:
 
     def compile(self, module: ModuleOp, target: str, options: CompileOptions) -> CompiledSlice:
         """XLA compiles a shape when it first meets it, on the machine that runs it; the buckets bound how many."""
-        from plait.backends.xla.buckets import grids
+        from plait.backends.xla.buckets import Buckets
         from plait.backends.xla.emit import LOWERING
         from plait.ir.module import ops
+        from plait.ir.ops import OpaqueOp
 
         arch = arch_of(self.name, target, ARCHS)
         for op in ops(module):
             LOWERING.emit(op)
+        if (opaque := next((op for op in ops(module) if isinstance(op, OpaqueOp)), None)) is not None:
+            return opaque_slice(opaque, arch)
         shapes = [
-            f"{sequences}x{queries}" for sequences, queries in grids(options.max_sequences, options.max_step_tokens)
+            f"{sequences}x{queries}" for sequences, queries in Buckets().grids(options.max_sequences, options.max_step_tokens)
         ]
         return CompiledSlice(report={"lowering": "JAX, one program per shape", "arch": arch, "shapes": shapes})
 
@@ -65,7 +72,28 @@ class XlaBackend:
         from plait.backends.xla.platform import emulated, prepare
 
         prepare(options.threads)
+        if any(folder.glob(OPAQUE_FILES)):
+            from plait.backends.xla.opaque import OpaqueSlice
+
+            return OpaqueSlice(folder, label(device, emulated()), options)
         return XlaSlice(folder, label(device, emulated()), options)
+
+
+def opaque_slice(op: OpaqueOp, arch: str) -> CompiledSlice:
+    """A slice that is one opaque op: its programs stand beside it, to be read, and XLA compiles them where they run."""
+    from plait.backends.xla.opaque import portable
+
+    for text in op.texts:
+        portable(text)  # refused now, not where it runs
+    programs = zip(op.token_lengths, op.texts, strict=True)
+    return CompiledSlice(
+        files={OPAQUE_FILES.replace("*", str(length)): text.encode() for length, text in programs},
+        report={
+            "lowering": "StableHLO by torch-mlir, one program per length",
+            "arch": arch,
+            "lengths": list(op.token_lengths),
+        },
+    )
 
 
 BACKEND = XlaBackend()

@@ -6,8 +6,8 @@ grid of its own. A sequence's arithmetic so depends on its own length alone, up 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ KEYS = (256, 1024, 4096)
 """Keys of a sequence; beyond the last one, multiples by 4 go on."""
 
 
-def bucket(count: int, sizes: tuple[int, ...]) -> int:
+def bucket(count: int, sizes: Sequence[int]) -> int:
     """The first size that holds `count`; beyond the last, four times as much until it does."""
     for size in sizes:
         if count <= size:
@@ -33,10 +33,39 @@ def bucket(count: int, sizes: tuple[int, ...]) -> int:
     return size
 
 
-def grids(max_sequences: int, max_step_tokens: int) -> list[tuple[int, int]]:
-    """Every (sequences, queries) that steps within these bounds are padded to."""
-    decode = [(size, 1) for size in SEQUENCES if size <= bucket(max_sequences, SEQUENCES)]
-    return decode + [(1, size) for size in QUERIES if size <= bucket(max_step_tokens, QUERIES)]
+@dataclass(frozen=True)
+class Shape:
+    """What a program is compiled for: `sequences` of `queries` new tokens that see up to `keys` keys, and whether it
+    returns logits of every row or of one."""
+
+    sequences: int
+    queries: int
+    keys: int
+    every_row: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.queries
+
+    def pages(self, window: int | None, page_tokens: int) -> int:
+        """Pages that one sequence reads in a KV class."""
+        width = -(-self.keys // page_tokens)
+        # A window's keys begin anywhere in their first page.
+        return width if window is None else min(width, -(-(window - 1 + self.queries) // page_tokens) + 1)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes that steps are padded to."""
+
+    sequences: tuple[int, ...] = SEQUENCES
+    queries: tuple[int, ...] = QUERIES
+    keys: tuple[int, ...] = KEYS
+
+    def grids(self, max_sequences: int, max_step_tokens: int) -> list[tuple[int, int]]:
+        """Every (sequences, queries) that steps within these bounds are padded to."""
+        decode = [(size, 1) for size in self.sequences if size <= bucket(max_sequences, self.sequences)]
+        return decode + [(1, size) for size in self.queries if size <= bucket(max_step_tokens, self.queries)]
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,7 @@ class Grid:
     """Part of a step, padded: B sequences of Q queries that see up to L keys.
 
     Attributes:
+        shape: B, Q and L.
         rows: the step's tokens in it; with `padded` their places in the flat grid of B * Q.
         tokens, positions: [B * Q]; position -1 where nothing stands.
         kv_lens: [B]; 0 where no sequence stands.
@@ -52,6 +82,7 @@ class Grid:
         logit_rows: [R] places in the flat grid.
     """
 
+    shape: Shape
     rows: NDArray[np.int64]
     padded: NDArray[np.int64]
     tokens: NDArray[np.int32]
@@ -64,7 +95,7 @@ class Grid:
 
 
 def split(
-    batch: Batch, windows: Mapping[str, int | None], pages: Mapping[str, int], page_tokens: int
+    batch: Batch, buckets: Buckets, windows: Mapping[str, int | None], pages: Mapping[str, int], page_tokens: int
 ) -> Iterator[Grid]:
     """The grids of a step.
 
@@ -74,26 +105,28 @@ def split(
     """
     lens = np.diff(batch.query_starts)
     decodes = np.flatnonzero(lens == 1)
+    parts: list[tuple[NDArray[Any], int]] = []
     if len(decodes):
         # Sequences of like length go together, or one long context would make everybody's keys many.
-        wide = np.array([bucket(int(count), KEYS) for count in batch.kv_lens[decodes]])
-        for keys in np.unique(wide):
-            yield _grid(batch, decodes[wide == keys], 1, windows, pages, page_tokens)
-    for s in np.flatnonzero(lens > 1):
-        yield _grid(batch, np.array([s]), bucket(int(lens[s]), QUERIES), windows, pages, page_tokens)
+        wide = np.array([bucket(int(count), buckets.keys) for count in batch.kv_lens[decodes]])
+        parts += [(decodes[wide == keys], 1) for keys in np.unique(wide)]
+    parts += [(np.array([s]), bucket(int(lens[s]), buckets.queries)) for s in np.flatnonzero(lens > 1)]
+    for chosen, queries in parts:
+        keys = bucket(int(batch.kv_lens[chosen].max()), buckets.keys)
+        shape = Shape(bucket(len(chosen), buckets.sequences), queries, keys, every_row=queries == 1)
+        yield _grid(batch, chosen, shape, windows, pages, page_tokens)
 
 
 def _grid(
     batch: Batch,
     chosen: NDArray[Any],
-    queries: int,
+    shape: Shape,
     windows: Mapping[str, int | None],
     pages: Mapping[str, int],
     page_tokens: int,
 ) -> Grid:
     lens = np.diff(batch.query_starts)[chosen]
-    count = bucket(len(chosen), SEQUENCES)
-    keys = bucket(int(batch.kv_lens[chosen].max()), KEYS)
+    count, queries = shape.sequences, shape.queries
     rows = np.concatenate([np.arange(n) + start for n, start in zip(lens, batch.query_starts[chosen], strict=True)])
     padded = np.concatenate([np.arange(n) + i * queries for i, n in enumerate(lens)])
     owner = np.repeat(chosen, lens)
@@ -109,9 +142,8 @@ def _grid(
         slots[name] = np.full(count * queries, pages[name] * page_tokens, np.int32)
         place = batch.positions[rows]
         slots[name][padded] = table[owner, place // page_tokens] * page_tokens + place % page_tokens
-        width, start = -(-keys // page_tokens), np.zeros(count, np.int32)
+        width, start = shape.pages(window, page_tokens), np.zeros(count, np.int32)
         if window is not None:
-            width = min(width, -(-(window - 1 + queries) // page_tokens) + 1)
             oldest = np.maximum(batch.kv_lens[chosen] - lens - window + 1, 0)
             start[: len(chosen)] = oldest // page_tokens
         logical = np.minimum(start[: len(chosen), None] + np.arange(width), table.shape[1] - 1)
@@ -121,4 +153,6 @@ def _grid(
     place_of = np.full(batch.token_count, -1, np.int64)
     place_of[rows] = padded
     wanted = place_of[batch.logit_rows]
-    return Grid(rows, padded, tokens, positions, kv_lens, slots, read, first, wanted[wanted >= 0].astype(np.int32))
+    wanted = np.sort(wanted[wanted >= 0]).astype(np.int32)
+    every_row = shape.every_row or len(wanted) > 1
+    return Grid(replace(shape, every_row=every_row), rows, padded, tokens, positions, kv_lens, slots, read, first, wanted)

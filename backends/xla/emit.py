@@ -1,8 +1,11 @@
-"""The emitters of JAX: each op becomes a function that traces it.
+"""The emitters of JAX: each op becomes functions that trace it.
 
-`LOWERING.emit(op)` checks the op; what it returns is called while a program is traced: `trace(run, *values)`, where the
-values are activations, and `run` holds weights, KV pages and the step's facts as traced arrays. It keeps to `jax.numpy`
-on arrays, so neither a device nor weights are needed to check.
+`LOWERING.emit(op)` checks the op; what it returns is called while a program is traced: `trace.run(run, *values)`, where
+the values are activations, and `run` holds weights, KV and the step's facts as traced arrays. It keeps to `jax.numpy` on
+arrays, so neither a device nor weights are needed to check.
+
+On a chip of a tensor-parallel group every array is the chip's own part (`split`), so the emitters read sizes off arrays
+and not off ops; only a product over a split input, and the embedding, speak to the other chips.
 
 Legend: B sequences, Q queries, T = B * Q tokens, L keys, N KV heads, G heads of each, D head_dim.
 """
@@ -10,34 +13,37 @@ Legend: B sequences, Q queries, T = B * Q tokens, L keys, N KV heads, G heads of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from xdsl.ir import SSAValue
 
 from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, rope_of, weight_name
+from plait.backends.xla.attend import Facts, Heads, append_and_attend
+from plait.backends.xla.split import AXIS, Split
 from plait.ir.ops import (
     AddOp,
     AddRmsNormOp,
     AttentionOp,
     EmbedOp,
+    GeluMulOp,
     LinearOp,
     LinearsOp,
     LogitsOp,
+    OpaqueOp,
     RmsNormOp,
     RopeOp,
     SiluMulOp,
     WeightOp,
 )
 from plait.ir.rope import Rope
-from plait.spec import kv_class
 
 if TYPE_CHECKING:
     from jax import Array
 
-#: The score of a key that is not seen. Finite, so that a padded query, which sees none, gives zeros and not NaN.
-_LOWEST = -3e38
+Key = tuple[str, ...]
+"""Weights by the names that are stacked in one array: rows of q, k and v behind one another."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Trace:
     """How one op is traced, and what it needs of the slice: stacked weights by name and rotary tables."""
 
     run: Callable[..., Any]
-    weights: tuple[tuple[str, ...], ...] = ()
+    weights: tuple[Key, ...] = ()
     table: RopeTable | None = None
 
 
@@ -63,32 +69,33 @@ class Run:
 
     Attributes:
         weights: by the names that are stacked in it.
-        kv: by KV argument, K and V as (pages * page_tokens, N, D); replaced when written.
-        tokens, kv_lens, positions, slots, pages, first, logit_rows: see `buckets.Grid`.
+        pools: the KV of equal layers in one array, (layers * pages * page_tokens, 2 N D); replaced when written.
+        pool_of: the number of the pool by KV argument.
+        layer: which of a pool's layers is traced; a traced number inside a scan.
+        facts: the step's, see `buckets.Grid`.
         tables: cos and sin.
+        logit_rows: [R] rows wanted, None for all.
+        split: what a chip of a group holds of each weight.
     """
 
-    weights: dict[tuple[str, ...], Array]
-    kv: dict[SSAValue, tuple[Array, Array]]
-    tokens: Array
-    positions: Array
-    kv_lens: Array
-    slots: dict[str, Array]
-    pages: dict[str, Array]
-    first: dict[str, Array]
+    weights: dict[Key, Array]
+    pools: list[Array]
+    pool_of: dict[SSAValue, int]
+    layer: Array | int
+    facts: Facts
     tables: dict[RopeTable, tuple[Array, Array]]
     logit_rows: Array | None
-    page_tokens: int
-    masks: dict[int | None, tuple[Array, Array]] = field(default_factory=dict)
+    split: Split
 
 
-LOWERING: Lowering[Trace] = Lowering("jax")
+LOWERING: Lowering[tuple[Trace, ...]] = Lowering("jax")
+"""An op is one trace, or two in a row: the second takes what the first made, and their results are the op's."""
 
 
 def _rounded(y: Array, x: Array, dtype: str) -> Array:
     """A result y in the module's dtype, held as the operand x is: in that dtype, or in float32 on a CPU host.
 
-    The bits so do not depend on where the model is cut; see `executable.COMPILER_OPTIONS`.
+    The bits so do not depend on where the model is cut; see `program.COMPILER_OPTIONS`.
     """
     return y.astype(dtype).astype(x.dtype)
 
@@ -102,17 +109,36 @@ def _dot(x: Array, weight: Array) -> Array:
     )
 
 
+def _sum_over_group(y: Array) -> Array:
+    import jax
+
+    return jax.lax.psum(y, AXIS)
+
+
 @LOWERING.emits(WeightOp, "symbol")
-def _weight(op: WeightOp) -> Trace:
+def _weight(op: WeightOp) -> tuple[Trace, ...]:
     operand_dtype(op, op.result)
-    return Trace(lambda run: ())
+    return ()
 
 
 @LOWERING.emits(EmbedOp)
-def _embed(op: EmbedOp) -> Trace:
-    key = (weight_name(op, op.table),)
+def _embed(op: EmbedOp) -> tuple[Trace, ...]:
+    name = weight_name(op, op.table)
     operand_dtype(op, op.table)
-    return Trace(lambda run: run.weights[key][run.tokens], (key,))
+
+    def trace(run: Run) -> Array:
+        import jax
+        import jax.numpy as jnp
+
+        table, tokens = run.weights[name,], run.facts.tokens
+        if not run.split.by_vocabulary(name):
+            return table[tokens]
+        # One chip has the row, the others add zeros.
+        rows = tokens - jax.lax.axis_index(AXIS) * table.shape[0]
+        own = (rows >= 0) & (rows < table.shape[0])
+        return _sum_over_group(jnp.where(own[:, None], table[jnp.where(own, rows, 0)], 0))
+
+    return (Trace(trace, ((name,),)),)
 
 
 def _norm(x: Array, weight: Array, eps: float, dtype: str) -> Array:
@@ -125,53 +151,46 @@ def _norm(x: Array, weight: Array, eps: float, dtype: str) -> Array:
 
 
 @LOWERING.emits(RmsNormOp, "eps")
-def _rms_norm(op: RmsNormOp) -> Trace:
-    key, eps = (weight_name(op, op.weight),), op.eps.value.data
-    dtype = operand_dtype(op, op.x)
-    return Trace(lambda run, x: _norm(x, run.weights[key], eps, dtype), (key,))
+def _rms_norm(op: RmsNormOp | AddRmsNormOp) -> tuple[Trace, ...]:
+    key, eps, dtype = (weight_name(op, op.weight),), op.eps.value.data, operand_dtype(op, op.x)
+    return (Trace(lambda run, x: _norm(x, run.weights[key], eps, dtype), (key,)),)
 
 
 @LOWERING.emits(AddRmsNormOp, "eps")
-def _add_rms_norm(op: AddRmsNormOp) -> Trace:
-    key, eps = (weight_name(op, op.weight),), op.eps.value.data
-    dtype = operand_dtype(op, op.x)
-
-    def trace(run: Run, x: Array, y: Array) -> tuple[Array, Array]:
-        total = _rounded(x + y, x, dtype)
-        return total, _norm(total, run.weights[key], eps, dtype)
-
-    return Trace(trace, (key,))
+def _add_rms_norm(op: AddRmsNormOp) -> tuple[Trace, ...]:
+    """The sum ends a block and the norm begins the next one, so that blocks are alike: XLA fuses as it likes."""
+    return (*_add(op), *_rms_norm(op))
 
 
 @LOWERING.emits(LinearOp)
-def _linear(op: LinearOp) -> Trace:
+def _linear(op: LinearOp) -> tuple[Trace, ...]:
     names, biases = [weight_name(op, op.weight)], [] if op.bias is None else [weight_name(op, op.bias)]
     product, keys = _product(names, biases, operand_dtype(op, op.x))
-    return Trace(product, keys)
+    return (Trace(product, keys),)
 
 
 @LOWERING.emits(LinearsOp)
-def _linears(op: LinearsOp) -> Trace:
+def _linears(op: LinearsOp) -> tuple[Trace, ...]:
     names, biases = [weight_name(op, w) for w in op.weights], [weight_name(op, b) for b in op.biases]
     product, keys = _product(names, biases, operand_dtype(op, op.x))
     widths = [kind.get_shape()[1] for kind in op.products.types]
-    edges = list(accumulate(widths))[:-1]
 
     def trace(run: Run, x: Array) -> Sequence[Array]:
         import jax.numpy as jnp
 
-        return jnp.split(product(run, x), edges, axis=1)
+        own = [run.split.rows_per_chip(name, width) for name, width in zip(names, widths, strict=True)]
+        return jnp.split(product(run, x), list(accumulate(own))[:-1], axis=1)
 
-    return Trace(trace, keys)
+    return (Trace(trace, keys),)
 
 
-def _product(
-    names: list[str], biases: list[str], dtype: str
-) -> tuple[Callable[[Run, Array], Array], tuple[tuple[str, ...], ...]]:
+def _product(names: list[str], biases: list[str], dtype: str) -> tuple[Callable[[Run, Array], Array], tuple[Key, ...]]:
     matrix, offset = tuple(names), tuple(biases)
 
     def trace(run: Run, x: Array) -> Array:
         y = _dot(x, run.weights[matrix])
+        if run.split.by_columns(matrix[0]):
+            y = _sum_over_group(y)
         return _rounded(y + run.weights[offset] if offset else y, x, dtype)
 
     return trace, (matrix, offset) if offset else (matrix,)
@@ -180,7 +199,7 @@ def _product(
 @LOWERING.emits(
     RopeOp, "head_dim", "kind", "theta", "factor", "low_freq_factor", "high_freq_factor", "original_positions"
 )
-def _rope(op: RopeOp) -> Trace:
+def _rope(op: RopeOp) -> tuple[Trace, ...]:
     dtype = operand_dtype(op, op.x)
     head_dim = op.head_dim.value.data
     table = RopeTable(rope_of(op), head_dim)
@@ -193,92 +212,65 @@ def _rope(op: RopeOp) -> Trace:
         turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
         return _rounded(turned.reshape(x.shape), x, dtype)
 
-    return Trace(trace, table=table)
+    return (Trace(trace, table=table),)
 
 
-@LOWERING.emits(AttentionOp, "heads", "scale", "window", "softcap")
-def _attention(op: AttentionOp) -> Trace:
+@LOWERING.emits(AttentionOp, "heads", "scale", "window", "softcap", "sinks")
+def _attention(op: AttentionOp) -> tuple[Trace, ...]:
     dtype = operand_dtype(op, op.q)
     if attribute_dtype(op, op.cache.dtype) != dtype:
         raise refuse(op, "KV dtype", op.cache.dtype, f"q is {dtype}, and this lowering attends in one dtype")
-    window, scale, kv = op.window_tokens, op.scale.value.data, op.kv
-    softcap = None if op.softcap is None else op.softcap.value.data
-    kv_heads, head_dim = op.kv_heads, op.head_dim
-    name = kv_class(window)
+    sinks = () if op.sinks is None else (weight_name(op, op.sinks),)
+    heads = Heads(
+        head_dim=op.head_dim,
+        scale=op.scale.value.data,
+        window=op.window_tokens,
+        softcap=None if op.softcap is None else op.softcap.value.data,
+    )
+    kv = op.kv
 
     def trace(run: Run, q: Array, k: Array, v: Array) -> Array:
-        import jax
-        import jax.numpy as jnp
+        pool = run.pool_of[kv]
+        sink = run.weights[sinks] if sinks else None
+        run.pools[pool], out = append_and_attend(run.facts, heads, run.pools[pool], run.layer, q, k, v, sink, dtype)
+        return _rounded(out, q, dtype)
 
-        heads = (k.shape[0], kv_heads, head_dim)
-        slots = run.slots[name]
-        run.kv[kv] = keys, values = tuple(  # type: ignore[assignment]
-            pages.at[slots].set(new.reshape(heads).astype(pages.dtype), mode="drop")
-            for pages, new in zip(run.kv[kv], (k, v), strict=True)
-        )
-        visible, alive = _masks(run, window)
-        count = visible.shape[0]
-        keys, values = (_gather(side, run.pages[name], run.page_tokens) for side in (keys, values))
-        # What nobody sees may be infinite, and 0 * inf is not 0.
-        values = jnp.where(alive[:, :, None, None], values, 0)
-        queries = q.reshape(count, -1, kv_heads, q.shape[1] // (kv_heads * head_dim), head_dim)
-        scores = scale * jnp.einsum(
-            "bqngd,blnd->bngql", queries, keys, precision="highest", preferred_element_type="float32"
-        )
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        scores = jnp.where(visible[:, None, None], scores, _LOWEST)
-        weights = _rounded(jax.nn.softmax(scores, axis=-1), values, dtype)
-        out = jnp.einsum("bngql,blnd->bqngd", weights, values, precision="highest", preferred_element_type="float32")
-        return _rounded(out.reshape(q.shape), q, dtype)
-
-    return Trace(trace)
-
-
-def _gather(side: Array, pages: Array, page_tokens: int) -> Array:
-    """(B, L, N, D) from pages (B, P)."""
-    blocks = side.reshape(-1, page_tokens, *side.shape[1:])[pages]
-    return blocks.reshape(pages.shape[0], -1, *side.shape[1:])
-
-
-def _masks(run: Run, window: int | None) -> tuple[Array, Array]:
-    """Which keys a query sees, (B, Q, L), and which any query of the sequence may see, (B, L)."""
-    import jax.numpy as jnp
-
-    if window not in run.masks:
-        name = kv_class(window)
-        pages, first = run.pages[name], run.first[name]
-        keys = first[:, None] * run.page_tokens + jnp.arange(pages.shape[1] * run.page_tokens)
-        queries = run.positions.reshape(pages.shape[0], -1)[:, :, None]
-        visible = keys[:, None, :] <= queries
-        if window is not None:
-            visible &= keys[:, None, :] > queries - window
-        run.masks[window] = visible, keys < run.kv_lens[:, None]
-    return run.masks[window]
+    return (Trace(trace, (sinks,) if sinks else ()),)
 
 
 @LOWERING.emits(SiluMulOp)
-def _silu_mul(op: SiluMulOp) -> Trace:
-    dtype = operand_dtype(op, op.x)
+def _silu_mul(op: SiluMulOp) -> tuple[Trace, ...]:
+    return (Trace(_gated(operand_dtype(op, op.x), "silu")),)
 
+
+@LOWERING.emits(GeluMulOp, "approximate")
+def _gelu_mul(op: GeluMulOp) -> tuple[Trace, ...]:
+    return (Trace(_gated(operand_dtype(op, op.x), f"gelu-{op.approximate.data}")),)
+
+
+def _gated(dtype: str, name: str) -> Callable[[Run, Array, Array], Array]:
     def trace(run: Run, gate: Array, up: Array) -> Array:
         import jax
         import jax.numpy as jnp
 
-        wide = gate.astype(jnp.float32)
-        return _rounded(wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32), gate, dtype)
+        act = {
+            "silu": lambda z: z * jax.nn.sigmoid(z),
+            "gelu-none": lambda z: jax.nn.gelu(z, approximate=False),
+            "gelu-tanh": lambda z: jax.nn.gelu(z, approximate=True),
+        }[name]
+        return _rounded(act(gate.astype(jnp.float32)) * up.astype(jnp.float32), gate, dtype)
 
-    return Trace(trace)
+    return trace
 
 
 @LOWERING.emits(AddOp)
-def _add(op: AddOp) -> Trace:
+def _add(op: AddOp | AddRmsNormOp) -> tuple[Trace, ...]:
     dtype = operand_dtype(op, op.x)
-    return Trace(lambda run, x, y: _rounded(x + y, x, dtype))
+    return (Trace(lambda run, x, y: _rounded(x + y, x, dtype)),)
 
 
 @LOWERING.emits(LogitsOp)
-def _logits(op: LogitsOp) -> Trace:
+def _logits(op: LogitsOp) -> tuple[Trace, ...]:
     key = (weight_name(op, op.weight),)
     operand_dtype(op, op.x)
 
@@ -286,4 +278,13 @@ def _logits(op: LogitsOp) -> Trace:
         rows = x if run.logit_rows is None else x[run.logit_rows]
         return _dot(rows, run.weights[key])
 
-    return Trace(trace, (key,))
+    return (Trace(trace, (key,)),)
+
+
+@LOWERING.emits(OpaqueOp, "programs", "lengths", "flops", "vocabulary")
+def _opaque(op: OpaqueOp) -> tuple[Trace, ...]:
+    """A slice with this op is this op alone: `opaque.OpaqueSlice` runs it."""
+    for weight in op.weights:
+        weight_name(op, weight)
+        operand_dtype(op, weight)
+    return ()

@@ -7,111 +7,116 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
-from xdsl.dialects.builtin import ModuleOp, TensorType
-from xdsl.ir import SSAValue
 
 from plait.backends.base import Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.lowering import check_weights
-from plait.backends.weights import DTYPES, read_weight, read_weights_json
-from plait.backends.xla.buckets import Grid, split
-from plait.backends.xla.emit import LOWERING, RopeTable, Run, Trace
-from plait.ir import kv_classes, kv_layouts, read_module, signature, weights
-from plait.ir.module import boundary, ops
-from plait.ir.ops import LogitsOp, WeightOp
+from plait.backends.weights import DTYPES, read_weights_json
+from plait.backends.xla.arrays import (
+    POOL_SPEC,
+    function,
+    held_dtype,
+    mesh_of,
+    pool_shape,
+    read,
+    sharding,
+    weight_spec,
+)
+from plait.backends.xla.buckets import Buckets, Grid, Shape, split
+from plait.backends.xla.emit import RopeTable
+from plait.backends.xla.loaded import LoadedPrograms
+from plait.backends.xla.program import COMPILER_OPTIONS, Program
+from plait.backends.xla.split import split_module
+from plait.ir import kv_layouts, read_module
 from plait.ir.rope import angles
-from plait.ir.types import dtype_name
-from plait.spec import Boundary, KVLayout, kv_class
-
-Pages = list[tuple[jax.Array, jax.Array]]
-
-#: Otherwise XLA may leave out a rounding to 16 bits between two ops, and the bits depend on where the model is cut.
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+from plait.spec import Boundary, KVLayout
 
 
 class XlaSlice:
-    """`plait.backends.base.Executable` in JAX. Each grid (see `buckets`) is one call of one jitted program.
+    """`plait.backends.base.Executable` in JAX. Each grid (see `buckets`) is one call of one program: one that compile
+    made, where it made one for this platform and shape, or else one that XLA compiles now.
 
-    On a CPU host arrays are float32 whatever the dtype of the module, since XLA emulates 16-bit products there, several
-    times slower; what an op returns is rounded to the module's dtype all the same (`emit._rounded`).
+    On a CPU host arrays are float32 whatever the dtype of the module (`arrays.held_dtype`); what an op returns is
+    rounded to the module's dtype all the same (`emit._rounded`).
     """
 
     def __init__(self, folder: Path, runs_on: str, options: LoadOptions) -> None:
         module = read_module(folder / "slice.mlir")
         self.runs_on = runs_on
         self.kv_layouts: tuple[KVLayout, ...] = kv_layouts(module, options.page_tokens)
-        self._page_tokens, self._pages = options.page_tokens, dict(options.pages)
-        self._windows = kv_classes(module)
-        self._sig = signature(module)
-        self._outputs = [
-            (boundary(name, value), isinstance(value.owner, LogitsOp)) for name, value in self._sig.outputs.items()
-        ]
-        self._has_logits = any(is_logits for _, is_logits in self._outputs)
-        self._program = [
-            (LOWERING.emit(op), op.operands, op.results) for op in ops(module) if not isinstance(op, WeightOp)
-        ]
-        traces = [trace for trace, _, _ in self._program]
-        self._tables = list(dict.fromkeys(trace.table for trace in traces if trace.table is not None))
         self._wide = jax.default_backend() == "cpu"
-        self._weights = self._load(module, traces, folder, options.weight_root)
-        self._kv: Pages = [self._zeros(layout) for layout in self.kv_layouts]
-        self._steps = self._compiles = 0
-        # Static: whether logits are wanted of every row. KV is donated: it is written in place.
-        self._run = jax.jit(
-            self._trace,
-            static_argnames=("every_row",),
-            donate_argnames=("kv",),
-            compiler_options=COMPILER_OPTIONS,
-        )
+        self._loaded = loaded = LoadedPrograms.open(folder, options)
+        chips = loaded.chips
+        self._program = program = Program(module, options.page_tokens, split_module(module, chips))
+        self._mesh = mesh_of(jax.local_devices()[:chips])
+        self._buckets: Buckets = loaded.buckets
+        self._pages = loaded.pages(options.pages)
+        refs = read_weights_json(folder / "weights.json")
+        check_weights(module, refs)
+        formats = loaded.weight_formats(self._mesh) or [
+            sharding(self._mesh, weight_spec(weight, program.split)) for weight in program.weights
+        ]
+        self._weights = [
+            jax.device_put(read(weight, program.split, refs, options.weight_root, self._wide), form)
+            for weight, form in zip(program.weights, formats, strict=True)
+        ]
+        self._kv = [self._zeros(index) for index in range(len(program.pools))]
+        self._place = {kv: (i, layer) for i, pool in enumerate(program.pools) for layer, kv in enumerate(pool.kv)}
+        self._steps = 0
+        self._compiled: set[tuple[Shape, bool]] = set()
+        # KV is donated: it is written in place.
+        self._jitted = jax.jit(function(program, self._mesh), donate_argnums=1, compiler_options=COMPILER_OPTIONS)
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
         rows = {True: len(batch.logit_rows), False: batch.token_count}
-        out = {kind.name: _empty(kind, rows[is_logits]) for kind, is_logits in self._outputs}
-        for grid in split(batch, self._windows, self._pages, self._page_tokens):
+        out = {name: _empty(kind, rows[logits]) for name, (kind, logits) in self._program.outputs.items()}
+        for grid in split(batch, self._buckets, self._program.windows, self._pages, self._program.page_tokens):
             self._step(grid, batch, inputs, out)
         self._steps += 1
         return out
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         layout = self.kv_layouts[layer]
-        k, v = (
-            np.asarray(side.reshape(-1, layout.page_tokens, *side.shape[1:])[pages]).astype(DTYPES[layout.dtype])
-            for side in self._kv[layer]
-        )
+        rows = np.asarray(self._kv[self._place[layer][0]][self._rows(layer, pages)]).astype(DTYPES[layout.dtype])
+        chips, held = self._program.split.chips, self._program.split.kv_heads(layout.kv_heads)
+        sides = rows.reshape(len(rows), chips, 2, held // chips, layout.head_dim)
+        shape = (len(pages), layout.page_tokens, held, layout.head_dim)
+        copies = held // layout.kv_heads
+        k, v = (np.ascontiguousarray(sides[:, :, i].reshape(shape)[:, :, ::copies]) for i in range(2))
         return k, v
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
-        slots = (pages[:, None] * self._page_tokens + np.arange(self._page_tokens)).reshape(-1)
-        self._kv[layer] = tuple(  # type: ignore[assignment]
-            side.at[slots].set(jnp.asarray(new, side.dtype).reshape(-1, *side.shape[1:]))
-            for side, new in zip(self._kv[layer], (k, v), strict=True)
-        )
+        pool = self._place[layer][0]
+        chips, copies = self._program.split.chips, self._program.split.kv_heads(k.shape[2]) // k.shape[2]
+        sides = [np.repeat(side, copies, axis=2).reshape(-1, chips, 1, copies * k.shape[2] // chips, k.shape[3]) for side in (k, v)]
+        rows = np.concatenate(sides, axis=2).astype(self._kv[pool].dtype)
+        self._kv[pool] = self._kv[pool].at[self._rows(layer, pages)].set(rows.reshape(len(rows), -1))
 
     def stats(self) -> dict[str, int | float | str]:
-        """`compiled_shapes` counts programs: a shape met again compiles nothing."""
+        """`compiled_shapes` counts the programs that XLA compiled here, a shape met again compiles nothing;
+        `loaded_programs` those that compile made."""
         return {
             "steps": self._steps,
-            "compiled_shapes": self._compiles,
-            "weight_bytes": sum(weight.nbytes for weight in self._weights.values()),
-            "kv_bytes": sum(side.nbytes for pair in self._kv for side in pair),
+            "compiled_shapes": len(self._compiled),
+            "loaded_programs": len(self._loaded.programs),
+            "weight_bytes": sum(weight.nbytes for weight in self._weights),
+            "kv_bytes": sum(pool.nbytes for pool in self._kv),
         }
 
     def close(self) -> None:
-        self._weights, self._kv = {}, []
+        self._weights, self._kv = [], []
+        self._loaded.programs.clear()
 
     def _step(self, grid: Grid, batch: Batch, inputs: Mapping[str, Array], out: dict[str, Array]) -> None:
         """Run one grid and put its rows where they belong."""
-        count = len(grid.tokens)
+        program, every_row = self._program, grid.shape.every_row
         given = {}
-        for name in self._sig.inputs:
-            values = np.zeros((count, inputs[name].shape[1]), np.float32 if self._wide else inputs[name].dtype)
+        for name, kind in program.inputs.items():
+            values = np.zeros((grid.shape.tokens, inputs[name].shape[1]), held_dtype(kind.dtype, self._wide))
             values[grid.padded] = inputs[name][grid.rows]
             given[name] = values
-        decode = len(grid.kv_lens) == count
-        every_row = decode or len(grid.logit_rows) > 1
-        wanted = None if every_row else (grid.logit_rows if len(grid.logit_rows) else np.zeros(1, np.int32))
         facts = {
             "tokens": grid.tokens,
             "positions": grid.positions,
@@ -120,77 +125,39 @@ class XlaSlice:
             "pages": grid.pages,
             "first": grid.first,
         }
-        tables = [_table(table, grid.positions) for table in self._tables]
-        results, self._kv = self._run(
-            self._weights,
-            given,
-            facts,
-            tables,
-            wanted if self._has_logits else None,
-            kv=self._kv,
-            every_row=every_row and self._has_logits,
-        )
+        tables = [_table(table, grid.positions) for table in program.tables]
+        wanted = grid.logit_rows if len(grid.logit_rows) else np.zeros(1, np.int32)
+        rows = wanted if program.has_logits and not every_row else None
+        results, self._kv = self._run(grid.shape, given, facts, tables, rows)
         chosen = np.searchsorted(batch.logit_rows, grid.rows[np.isin(grid.padded, grid.logit_rows)])
-        for kind, is_logits in self._outputs:
-            values = np.asarray(results[kind.name]).astype(DTYPES[kind.dtype], copy=False)
+        for name, (kind, is_logits) in program.outputs.items():
+            values = np.asarray(results[name]).astype(DTYPES[kind.dtype], copy=False)[:, : kind.shape[1]]
             if not is_logits:
-                out[kind.name][grid.rows] = values[grid.padded]
+                out[name][grid.rows] = values[grid.padded]
             elif len(chosen):
-                order = np.sort(grid.logit_rows)
-                out[kind.name][chosen] = values[order] if every_row else values
+                out[name][chosen] = values[grid.logit_rows] if every_row else values
 
-    def _trace(
-        self,
-        weights: dict[tuple[str, ...], jax.Array],
-        inputs: dict[str, jax.Array],
-        facts: dict[str, Any],
-        tables: list[tuple[jax.Array, jax.Array]],
-        logit_rows: jax.Array | None,
-        *,
-        kv: Pages,
-        every_row: bool,
-    ) -> tuple[dict[str, jax.Array], Pages]:
-        """The program. JAX runs this only to compile a new shape, which is how compiles are counted."""
-        self._compiles += 1
-        run = Run(
-            weights=weights,
-            kv=dict(zip(self._sig.kv.values(), kv, strict=True)),
-            tables=dict(zip(self._tables, tables, strict=True)),
-            logit_rows=None if every_row else logit_rows,
-            page_tokens=self._page_tokens,
-            **facts,
-        )
-        env: dict[SSAValue, Any] = {arg: inputs[name] for name, arg in self._sig.inputs.items()}
-        for trace, operands, results in self._program:
-            made = trace.run(run, *[env[value] for value in operands if value in env])
-            env.update(zip(results, made if len(results) > 1 else (made,), strict=True))
-        outputs = {name: env[value] for name, value in self._sig.outputs.items()}
-        return outputs, [run.kv[value] for value in self._sig.kv.values()]
+    def _run(self, shape: Shape, *arguments: Any) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+        ready = self._loaded.programs.get(shape)
+        if ready is not None:
+            return ready(self._mesh, self._weights, self._kv, *arguments)
+        self._compiled.add((shape, arguments[-1] is None))
+        results: tuple[dict[str, jax.Array], list[jax.Array]] = self._jitted(self._weights, self._kv, *arguments)
+        return results
 
-    def _load(
-        self, module: ModuleOp, traces: list[Trace], folder: Path, root: Path | None
-    ) -> dict[tuple[str, ...], jax.Array]:
-        refs = read_weights_json(folder / "weights.json")
-        check_weights(module, refs)
-        kinds = {}
-        for name, op in weights(module).items():
-            assert isinstance(op.result.type, TensorType)
-            kinds[name] = dtype_name(op.result.type.element_type)
-        loaded: dict[tuple[str, ...], jax.Array] = {}
-        for names in dict.fromkeys(key for trace in traces for key in trace.weights):
-            rows = [refs[name].shape[0] for name in names]
-            dtype = np.dtype(np.float32) if self._wide else DTYPES[kinds[names[0]]]
-            stacked = np.empty((sum(rows), *refs[names[0]].shape[1:]), dtype)
-            for part, name in zip(np.split(stacked, np.cumsum(rows)[:-1]), names, strict=True):
-                part[:] = read_weight(refs[name], kinds[name], root)
-            loaded[names] = jax.device_put(stacked)
-        return loaded
+    def _rows(self, layer: int, pages: Int32) -> NDArray[np.int64]:
+        """Rows of the pool that hold a layer's pages."""
+        pool, number = self._place[layer]
+        size = self._program.page_tokens
+        first = number * self._pages[self._program.pools[pool].kv_class]
+        return ((first + pages.astype(np.int64))[:, None] * size + np.arange(size)).reshape(-1)
 
-    def _zeros(self, layout: KVLayout) -> tuple[jax.Array, jax.Array]:
-        slots = self._pages[kv_class(layout.window)] * layout.page_tokens
-        dtype = np.float32 if self._wide else DTYPES[layout.dtype]
-        k, v = (jnp.zeros((slots, layout.kv_heads, layout.head_dim), dtype) for _ in range(2))
-        return k, v
+    def _zeros(self, index: int) -> jax.Array:
+        program = self._program
+        pool = program.pools[index]
+        shape = pool_shape(pool, program.split, self._pages[pool.kv_class], program.page_tokens)
+        spec = POOL_SPEC if program.split.chips > 1 else PartitionSpec()
+        return jax.numpy.zeros(shape, held_dtype(pool.dtype, self._wide), device=sharding(self._mesh, spec))
 
 
 def _empty(kind: Boundary, rows: int) -> Array:

@@ -16,7 +16,7 @@ from plait.backends.conformance.models import MODELS, VOCABULARY, Attention, Mod
 from plait.backends.conformance.script import Player, Script, Turn
 from plait.backends.conformance.suite import Bench
 from plait.backends.xla import BACKEND
-from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, bucket, grids
+from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, bucket, Buckets
 from plait.ir import kv_classes, signature
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from tests.host.backend_bench import load
@@ -66,7 +66,7 @@ def test_the_report_names_every_shape() -> None:
     module = MODELS["gqa"]("float32")
     report = BACKEND.compile(module, TARGET, CompileOptions(max_step_tokens=100, max_sequences=8)).report
     assert report["shapes"] == ["1x1", "8x1", "1x16", "1x128"]
-    assert len(grids(64, 512)) == len(SEQUENCES) + len(QUERIES)
+    assert len(Buckets().grids(64, 512)) == len(SEQUENCES) + len(QUERIES)
 
 
 @pytest.mark.parametrize("device", ["v5e", "v6e"])

@@ -1,0 +1,138 @@
+"""The arrays that a program takes: their shapes, how they lie over a group's chips, and weights read into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from plait.backends.weights import DTYPES, read_weight
+from plait.backends.xla.buckets import Shape
+from plait.backends.xla.program import Pool, Program, Weight
+from plait.backends.xla.split import AXIS, Split
+from plait.spec import WeightRef
+
+Sizes = Mapping[str, tuple[int, ...]]
+"""Shapes of the checkpoint's tensors by name."""
+
+_ALIGNMENT = 64
+"""XLA takes a host array as it stands where it begins at a multiple of this, and copies it otherwise."""
+
+
+def mesh_of(devices: list[Any]) -> Mesh:
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def weight_shape(weight: Weight, split: Split, sizes: Sizes) -> tuple[int, ...]:
+    """Of the array over all chips; (layers, rows, inputs) of a scanned matrix."""
+    copies = split.chips if split.axis(weight.key[0]) == 0 else 1
+    rows = sum(split.rows_per_chip(name, sizes[name][0]) for name in weight.key) * copies
+    return (*((len(weight.layers),) if weight.scanned else ()), rows, *sizes[weight.key[0]][1:])
+
+
+def weight_spec(weight: Weight, split: Split) -> PartitionSpec:
+    axis = split.axis(weight.key[0])
+    if axis is None:
+        return PartitionSpec()
+    return PartitionSpec(*(None,) * (axis + weight.scanned), AXIS)
+
+
+def pool_shape(pool: Pool, split: Split, pages: int, page_tokens: int) -> tuple[int, int]:
+    """(layers * pages * page_tokens, 2 N D) over all chips."""
+    return len(pool.kv) * pages * page_tokens, 2 * split.kv_heads(pool.kv_heads) * pool.head_dim
+
+
+POOL_SPEC = PartitionSpec(None, AXIS)
+
+
+def held_dtype(dtype: str, wide: bool) -> np.dtype[Any]:
+    """What a program holds values of a dtype in: XLA's CPU backend emulates 16-bit products, several times slower."""
+    return np.dtype(np.float32) if wide else DTYPES[dtype]
+
+
+def arguments(program: Program, shape: Shape, pages: Mapping[str, int], sizes: Sizes, wide: bool) -> tuple[Any, ...]:
+    """The arguments of `Program.trace` as shapes and dtypes."""
+
+    def array(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    tokens, page_tokens, split = shape.tokens, program.page_tokens, program.split
+    weights = [array(weight_shape(w, split, sizes), held_dtype(w.dtype, wide)) for w in program.weights]
+    pools = [
+        array(pool_shape(p, split, pages[p.kv_class], page_tokens), held_dtype(p.dtype, wide)) for p in program.pools
+    ]
+    inputs = {
+        name: array((tokens, kind.shape[1] or 0), held_dtype(kind.dtype, wide)) for name, kind in program.inputs.items()
+    }
+    by_class = {name: shape.pages(window, page_tokens) for name, window in program.windows.items()}
+    facts = {
+        "tokens": array((tokens,), np.int32),
+        "positions": array((tokens,), np.int32),
+        "kv_lens": array((shape.sequences,), np.int32),
+        "slots": {name: array((tokens,), np.int32) for name in by_class},
+        "pages": {name: array((shape.sequences, width), np.int32) for name, width in by_class.items()},
+        "first": {name: array((shape.sequences,), np.int32) for name in by_class},
+    }
+    halves = [array((tokens, table.head_dim // 2), np.float32) for table in program.tables]
+    rows = array((1,), np.int32) if program.has_logits and not shape.every_row else None
+    return weights, pools, inputs, facts, [(half, half) for half in halves], rows
+
+
+def function(program: Program, mesh: Mesh) -> Callable[..., Any]:
+    """`Program.trace`, on every chip of the mesh with its part. Logits stay split by vocabulary: the host joins them."""
+    if program.split.chips == 1:
+        return program.trace
+    outputs = {name: PartitionSpec(None, AXIS) if logits else PartitionSpec() for name, (_, logits) in program.outputs.items()}
+    weights, pools = specs(program)
+    whole = PartitionSpec()
+    return jax.shard_map(
+        program.trace,
+        mesh=mesh,
+        in_specs=(weights, pools, whole, whole, whole, whole),
+        out_specs=(outputs, pools),
+        check_vma=False,
+    )
+
+
+def specs(program: Program) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+    """How weights and pools lie over the chips."""
+    return [weight_spec(weight, program.split) for weight in program.weights], [POOL_SPEC] * len(program.pools)
+
+
+def read(
+    weight: Weight, split: Split, refs: Mapping[str, WeightRef], root: Path | None, wide: bool
+) -> NDArray[np.generic]:
+    """The array of a weight over all chips. Takes itself and one tensor of the checkpoint."""
+    shape = weight_shape(weight, split, {name: ref.shape for name, ref in refs.items()})
+    dtype = held_dtype(weight.dtype, wide)
+    array = _aligned(shape, dtype)
+    chips = split.chips if split.axis(weight.key[0]) == 0 else 1
+    layers = array if weight.scanned else array[None]
+    for layer, names in zip(layers, weight.layers, strict=True):
+        own = layer.reshape(chips, -1, *layer.shape[1:])
+        start = 0
+        for name in names:
+            tensor = read_weight(refs[name], weight.dtype, root)
+            end = start + split.rows_per_chip(name, len(tensor))
+            for chip in range(chips):
+                part = tensor[split.rows(name, len(tensor), chip)]
+                own[chip, start : start + len(part)] = part
+                own[chip, start + len(part) : end] = 0
+            start = end
+    return array
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    raw = np.empty(prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, spec)
