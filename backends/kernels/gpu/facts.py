@@ -77,11 +77,12 @@ class Expectations:
     """What a binary must be, beside fitting its architecture and not spilling.
 
     Attributes:
-        matrix: it must use the matrix units; a type (`e4m3`, `bf16`, ...) of the instruction may be asked for.
+        matrix: starts of instructions, one of which it must use; empty asks for none.
+        matrix_type: what the names of those instructions must match.
         load_bytes: the widest load must be at least so wide.
     """
 
-    matrix: bool = False
+    matrix: tuple[str, ...] = ()
     matrix_type: str = ""
     load_bytes: int = 0
 
@@ -168,17 +169,59 @@ def check(facts: Facts, arch: Arch, kernel: Kernel, variant: Variant, expected: 
     wanted = (8,) * len(kernel.pointers) + (4,) * len(kernel.scalars) + (8, 8)
     fail(facts.argument_bytes != wanted, "arguments", f"sizes {facts.argument_bytes}, wanted {wanted}")
     names = ", ".join(facts.matrix) or "none"
-    fail(
-        expected.matrix and not facts.matrix, "matrix", f"no instruction of the matrix units ({', '.join(arch.matrix)})"
-    )
-    typed = any(expected.matrix_type in name for name in facts.matrix)
-    fail(bool(facts.matrix) and not typed, "matrix-type", f"no {expected.matrix_type} among {names}")
+    used = [name for name in facts.matrix if name.startswith(expected.matrix)]
+    fail(bool(expected.matrix) and not used, "matrix", f"no {' or '.join(expected.matrix)} among {names}")
+    typed = [name for name in used if re.search(expected.matrix_type, name)]
+    fail(bool(used) and not typed, "matrix-type", f"none of {expected.matrix_type} among {names}")
     widest = facts.widest_load_bytes
     fail(widest < expected.load_bytes, "narrow-loads", f"the widest loads {widest} bytes, wanted {expected.load_bytes}")
     return tuple(found)
 
 
+#: How matrix instructions name what they multiply: PTX's mma, wgmma and tcgen05, then AMD's.
+_MATRIX_TYPES = {
+    "fp16": r"(?<!b)f16|kind::f16",
+    "bf16": r"bf16|kind::f16",
+    "fp8e4nv": r"e4m3|kind::f8f6f4|fp8",
+    "fp8e4b8": r"fp8",
+    "fp8e5": r"e5m2|kind::f8f6f4|bf8",
+}
+_SIZES = {"fp32": 4, "i32": 4, "fp16": 2, "bf16": 2}
+
+#: From so many rows of a tile on, a warp group or tensor memory multiplies; below, single warps do.
+_GROUP_ROWS = 64
+
+
+def expectations(kernel: Kernel, variant: Variant, arch: Arch) -> Expectations:
+    """What good code of a variant is like: products on the matrix units in their own type, wide loads of streams."""
+    if kernel.nature == "stream":
+        return Expectations(load_bytes=_wanted_load(kernel, variant, arch))
+    multiplied = variant.types["q" if kernel.nature == "attend" else "x"]
+    if multiplied not in _MATRIX_TYPES:
+        return Expectations()
+    native = multiplied in ("fp16", "bf16", *arch.fp8)
+    large = kernel.nature == "multiply" and variant.tile.constants.get("BLOCK_M", 0) >= _GROUP_ROWS
+    return Expectations(
+        matrix=arch.matrix[:1] if large and variant.tile.num_warps >= 4 else arch.matrix,
+        matrix_type=_MATRIX_TYPES[multiplied] if native else "",
+    )
+
+
+def _wanted_load(kernel: Kernel, variant: Variant, arch: Arch) -> int:
+    """Bytes: 16, or what a thread gets of a block's widest input; 0 where not all of it is promised to be aligned."""
+    block = variant.tile.constants.get("BLOCK", variant.constants.get("BLOCK"))
+    read = [variant.types[name] for name in kernel.pointers if name in variant.aligned and name not in kernel.written]
+    inside = {name for name, kind in kernel.scalars.items() if kind == "i32" and name != "rows"}
+    if not isinstance(block, int) or not read or inside - variant.aligned:
+        return 0
+    each = max(1, block // (variant.tile.num_warps * arch.warp))
+    return min(16, each * max(_SIZES.get(name, 1) for name in read))
+
+
 # ---- ELF files ----
+
+
+_NO_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -213,6 +256,10 @@ def _sections(code: bytes) -> Iterator[_Section]:
     (start,) = struct.unpack_from("<Q", code, 40)
     size, count, names_at = struct.unpack_from("<HHH", code, 58)
     headers = [struct.unpack_from("<IIQQQQ", code, start + i * size) for i in range(count)]
+    programs, program_size, program_count = *struct.unpack_from("<Q", code, 32), *struct.unpack_from("<HH", code, 54)
+    ends = [at + length for _, kind, _, _, at, length in headers if kind != _NO_BITS]
+    if max(*ends, programs + program_size * program_count) > len(code):
+        raise ValueError("it is cut off")
     at, length = headers[names_at][4:6]
     names = code[at : at + length]
     for name, kind, _, _, at, length in headers:

@@ -69,7 +69,8 @@ def run(
     """
     _check(kernel, variant, pointers, scalars)
     if grid is None:
-        names = {n: v for n, v in {**scalars, **variant.constants, **variant.tile.constants}.items() if type(v) is int}
+        known = {**scalars, **variant.constants, **variant.tile.constants}
+        names = {name: int(value) for name, value in known.items() if isinstance(value, int)}
         x, y, z = (evaluate(expression, names) for expression in kernel.grid)
         grid = (x, y, z)
     with _LOCK, np.errstate(all="ignore"), _interpreter() as triton:

@@ -72,23 +72,21 @@ def require_triton() -> str:
 @functools.cache
 def source_digest(source: str) -> str:
     """sha256 over the text of the source's module and of every source module it imports, however deep."""
-    return hashlib.sha256(
-        b"\0".join(_path(module).read_bytes() for module in sorted(_modules(source.partition(":")[0])))
-    ).hexdigest()
+    module = source.partition(":")[0]
+    texts = [_path(name).read_bytes() for name in (module, *sorted(_imported(module)))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
-def _modules(module: str) -> set[str]:
+def _imported(module: str) -> set[str]:
     found: set[str] = set()
-    open_ = [module]
-    while open_:
-        name = open_.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for node in ast.walk(ast.parse(_path(name).read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            open_ += [n for n in names if n.startswith(SOURCES + ".")]
+    waiting = [module]
+    while waiting:
+        tree = ast.parse(_path(waiting.pop()).read_text())
+        imports = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        imports |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        new = {name for name in imports if name.startswith(f"{SOURCES}.")} - found
+        found |= new
+        waiting += new
     return found
 
 

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from plait.backends.kernels.gpu import attend, gemm, streams
-from plait.backends.kernels.gpu.kernel import Kernel
+from collections.abc import Mapping
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for area in (attend, gemm, streams) for kernel in area.KERNELS}
+from plait.backends.kernels.gpu import attend, gemm, streams
+from plait.backends.kernels.gpu.archs import Arch
+from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile
+
+_AREAS = (attend, gemm, streams)
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for area in _AREAS for kernel in area.KERNELS}
+
+
+def candidates(
+    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Constant], arch: Arch, rows: int | None = None
+) -> tuple[Tile, ...]:
+    """Tiles worth compiling for launches of at most `rows` rows (None: any number)."""
+    (area,) = (area for area in _AREAS if kernel in area.KERNELS)
+    tiles: tuple[Tile, ...] = area.candidates(kernel, types, constants, arch, rows)
+    return tiles
