@@ -93,11 +93,12 @@ def read_scales(ref: WeightRef, root: Path | None) -> tuple[QuantType, Array, Ar
             hint="compile again",
         )
     scale = _scales(ref, ref.scale, kind, root)
-    if not (np.isfinite(scale) & (scale > 0)).all():
-        bad = scale[~(np.isfinite(scale) & (scale > 0))]
+    wide = scale.astype(np.float32)
+    good = np.isfinite(wide) & (wide > 0)
+    if not good.all():
         raise CheckpointError(
             "weight-scale",
-            f"{ref.scale.name!r}, the scale of {ref.name!r}, holds {float(bad[0]):g}",
+            f"{ref.scale.name!r}, the scale of {ref.name!r}, holds {wide[~good][0]:g}",
             why="a scale is positive and finite",
             hint="the checkpoint is damaged",
         )

@@ -187,10 +187,10 @@ class AttentionOp(PlaitOp):
         )
         tokens = step.tokens
         # A score costs 2 head_dim flops and its share of the output another 2; scale, maximum, difference, exponential
-        # and sum are 5 more, a soft-cap's division, tanh and product 3.
+        # and sum are 5 more, a soft-cap's division, tanh and product 3. A sink is a score that needs no scale.
         per_pair = 4.0 * self.head_dim + 5.0 + (3.0 if self.softcap is not None else 0.0)
         return Cost(
-            flops=heads * pairs * per_pair + (3.0 * heads * tokens if self.sinks is not None else 0.0),
+            flops=heads * pairs * per_pair + (4.0 * heads * tokens if self.sinks is not None else 0.0),
             weight_bytes=0.0 if self.sinks is None else float(tensor_bytes(tensor_type(self.sinks, "the sinks", 1))),
             activation_bytes=(2.0 * heads * self.head_dim + kv_row) * tokens * size,
             kv_bytes=float((read + tokens) * kv_row * dtype_bytes(self.cache.dtype)),

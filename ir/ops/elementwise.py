@@ -25,11 +25,12 @@ class _Binary(PlaitOp):
 
     assembly_format = FORMAT
 
-    #: Flops per value.
-    FLOPS: ClassVar[float] = 1.0
-
     def __init__(self, x: SSAValue, y: SSAValue, block: int | None = None, **own: str) -> None:
         super().__init__(operands=[x, y], result_types=[x.type], properties=properties(block=block, **own))
+
+    def flops(self) -> float:
+        """Flops per value."""
+        return 1.0
 
     def infer(self) -> Sequence[Attribute]:
         kind = activation_type(self.x, "x")
@@ -39,7 +40,7 @@ class _Binary(PlaitOp):
     def cost(self, step: Step) -> Cost:
         kind = tensor_type(self.x, "x", 2)
         values = step.tokens * kind.get_shape()[1]
-        return Cost(self.FLOPS * values, 0.0, 3.0 * values * dtype_bytes(kind.element_type))
+        return Cost(self.flops() * values, 0.0, 3.0 * values * dtype_bytes(kind.element_type))
 
 
 @irdl_op_definition
@@ -48,7 +49,9 @@ class SiluMulOp(_Binary):
 
     name = "plait.silu_mul"
     FORMULA: ClassVar[str] = "x / (1 + exp(-x)) * y"
-    FLOPS: ClassVar[float] = 5.0
+
+    def flops(self) -> float:
+        return 5.0
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         gate, up = operands
@@ -65,10 +68,10 @@ def _normal_cdf(z: Float64) -> Float64:
     return np.asarray(np.vectorize(math.erfc, otypes=[np.float64])(-z * math.sqrt(0.5)) / 2)
 
 
-#: GELU(z) / z by `approximate`; 1/2 (1 + tanh u) is sigmoid(2 u).
-GELU: dict[str, Callable[[Float64], Float64]] = {
-    "none": _normal_cdf,
-    "tanh": lambda z: _sigmoid(math.sqrt(8.0 / math.pi) * (z + 0.044715 * z * z * z)),
+#: By `approximate`: gelu(z) / z, and the flops of gelu_mul. 1/2 (1 + tanh u) is sigmoid(2 u).
+GELU: dict[str, tuple[Callable[[Float64], Float64], float]] = {
+    "none": (_normal_cdf, 6.0),
+    "tanh": (lambda z: _sigmoid(math.sqrt(8.0 / math.pi) * (z + 0.044715 * z * z * z)), 10.0),
 }
 
 
@@ -79,7 +82,6 @@ class GeluMulOp(_Binary):
 
     name = "plait.gelu_mul"
     FORMULA: ClassVar[str] = "x / 2 (1 + erf(x / sqrt(2))) * y, or its approximation by tanh"
-    FLOPS: ClassVar[float] = 8.0
 
     approximate = prop_def(StringAttr)
 
@@ -93,7 +95,10 @@ class GeluMulOp(_Binary):
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         gate, up = operands
-        return (gate * GELU[self.approximate.data](gate) * up,)
+        return (gate * GELU[self.approximate.data][0](gate) * up,)
+
+    def flops(self) -> float:
+        return GELU[self.approximate.data][1]
 
 
 @irdl_op_definition

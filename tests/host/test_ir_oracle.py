@@ -16,12 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from plait.backends.base import Batch
 from plait.ir import Builder, Rope, ops
-from plait.ir.ops import AddRmsNormOp, BatchFacts, OracleKV, PlaitOp, WeightOp
 from plait.ir.numbers import round_to
+from plait.ir.ops import AddRmsNormOp, BatchFacts, OracleKV, PlaitOp, WeightOp
 from plait.ir.oracle import Oracle
 from plait.ir.passes import parse_passes, run_passes
 from plait.ir.rope import angles, frequencies
-from plait.ir.types import element
+from plait.ir.types import FP8, element
 from tests.ir_models import Feed, Shape, build, in_chunks, random_weights, run
 
 Float64 = NDArray[np.float64]
@@ -110,6 +110,22 @@ def test_silu_mul_and_add() -> None:
     np.testing.assert_allclose(y, torch_f.silu(t(gate)) * t(up), rtol=1e-12)
     assert np.isfinite(y).all()
     np.testing.assert_array_equal(add.oracle(gate, up)[0], gate + up)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_mul(approximate: str) -> None:
+    b = Builder("m", "float32")
+    x = b.embed("t", 4, 8)
+    op = only_op(b, b.gelu_mul(x, x, approximate), "gelu_mul")
+    gate, up = draw(50, 8) * 3, draw(50, 8)
+    (y,) = op.oracle(gate, up)
+    np.testing.assert_allclose(y, torch_f.gelu(t(gate), approximate=approximate) * t(up), rtol=1e-12, atol=1e-15)
+    assert np.isfinite(op.oracle(gate * 1e100, up)[0]).all()
+    # Far to the left, where 1 + erf has no digits left: z Q(-z) with the continued fraction of Mills' ratio.
+    (far,) = op.oracle(np.full((1, 8), -12.0), np.ones((1, 8)))
+    if approximate == "none":
+        mills = 1 / (12 + 1 / (12 + 2 / (12 + 3 / (12 + 4 / (12 + 5 / 12)))))
+        np.testing.assert_allclose(far, -12 * mills * math.exp(-72) / math.sqrt(2 * math.pi), rtol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -213,9 +229,17 @@ def test_rope_turns_pairs_as_complex_numbers() -> None:
 
 
 def naive_attention(
-    q: Float64, k: Float64, v: Float64, heads: int, kv_heads: int, scale: float, window: int | None, cap: float | None
+    q: Float64,
+    k: Float64,
+    v: Float64,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    sinks: Float64 | None = None,
 ) -> Float64:
-    """Attention as two loops; the last len(q) of len(k) tokens are the queries."""
+    """Attention as two loops; the last len(q) of len(k) tokens are the queries. A sink is a key more, of value 0."""
     d = q.shape[1] // heads
     out = np.zeros_like(q)
     for i in range(len(q)):
@@ -229,6 +253,9 @@ def naive_attention(
                 score = scale * sum(q[i, h * d + c] * k[j, g * d + c] for c in range(d))
                 scores.append(cap * math.tanh(score / cap) if cap is not None else score)
                 values.append(v[j, g * d : (g + 1) * d])
+            if sinks is not None:
+                scores.append(sinks[h])
+                values.append(np.zeros(d))
             top = max(scores)
             weights = [math.exp(score - top) for score in scores]
             out[i, h * d : (h + 1) * d] = sum(w * u for w, u in zip(weights, values, strict=True)) / sum(weights)
@@ -238,7 +265,10 @@ def naive_attention(
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (6, 2), (8, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_attention_is_the_double_loop(heads: int, kv_heads: int, window: int | None, cap: float | None) -> None:
+@pytest.mark.parametrize("sunk", [False, True])
+def test_attention_is_the_double_loop(
+    heads: int, kv_heads: int, window: int | None, cap: float | None, sunk: bool
+) -> None:
     """Over scattered pages, in chunks of 4, 1, 6 and 1 tokens."""
     d, scale, page_tokens, pages = 4, 0.3, 3, (7, 2, 5, 0)
     b = Builder("m", "float32")
@@ -246,27 +276,51 @@ def test_attention_is_the_double_loop(heads: int, kv_heads: int, window: int | N
     narrow = b.embed("k", 4, kv_heads * d)
     y = b.attention(
         b.embed("q", 4, heads * d), narrow, narrow, heads=heads, kv_heads=kv_heads, head_dim=d, scale=scale,
-        window=window, softcap=cap,
+        window=window, softcap=cap, sinks="sinks" if sunk else None,
     )  # fmt: skip
     op = only_op(b, y, "attention")
     q, k, v = draw(12, heads * d), draw(12, kv_heads * d), draw(12, kv_heads * d)
-    cache = OracleKV(8, page_tokens, kv_heads, d)
+    cache, sinks = OracleKV(8, page_tokens, kv_heads, d), [draw(heads) * 3] if sunk else []
     parts, first = [], 0
     for count in (4, 1, 6, 1):
         rows = slice(first, first + count)
-        parts.append(op.oracle(q[rows], k[rows], v[rows], cache, facts([0] * count, first, pages, window))[0])
+        batch = facts([0] * count, first, pages, window)
+        parts.append(op.oracle(q[rows], k[rows], v[rows], cache, batch, *sinks)[0])
         first += count
     got = np.concatenate(parts)
-    expected = naive_attention(q, k, v, heads, kv_heads, scale, window, cap)
+    expected = naive_attention(q, k, v, heads, kv_heads, scale, window, cap, *sinks)
     np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13)
     untouched = [page for page in range(8) if page not in pages]
     assert np.isnan(cache.k[untouched]).all()
-    if cap is None:
+    if cap is None and not sunk:
         i, j = np.arange(12)[:, None], np.arange(12)[None, :]
         mask = torch.from_numpy((j <= i) & (i - j < (window or 99)))
         shaped = (t(x).reshape(1, 12, -1, d).transpose(1, 2) for x in (q, k, v))
         torchs = torch_f.scaled_dot_product_attention(*shaped, attn_mask=mask, scale=scale, enable_gqa=True)
         np.testing.assert_allclose(got, torchs.transpose(1, 2).reshape(12, -1), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_kv_is_what_torch_stores(name: str) -> None:
+    """Values far beyond the range of the format among them; new tokens attend to what was stored of them."""
+    b = Builder("m", "float32")
+    b.block = 0
+    x = b.embed("q", 4, 8)
+    op = only_op(b, b.attention(x, x, x, heads=2, kv_heads=2, head_dim=4, scale=0.3, kv_dtype=name), "attention")
+    q, k, v = draw(6, 8), draw(6, 8), draw(6, 8)
+    k[2, 1], v[:, 0] = 1e6, np.geomspace(1e-9, 1e9, 6)
+    k, v = (x.astype(np.float32).astype(np.float64) for x in (k, v))
+    kind = getattr(torch, f"float8_{name}")
+    limit = torch.finfo(kind).max
+    stored = [t(x).float().clamp(-limit, limit).to(kind).double().numpy() for x in (k, v)]
+    assert np.abs(stored[1]).max() == limit
+    assert not np.array_equal(stored[0], k)
+    cache = OracleKV(4, 2, 2, 4)
+    parts = [(first, slice(first, first + 3)) for first in (0, 3)]
+    got = [op.oracle(q[i], k[i], v[i], cache, facts([0] * 3, first, (3, 1, 0)))[0] for first, i in parts]
+    expected = naive_attention(q, *stored, 2, 2, 0.3, None, None)
+    np.testing.assert_allclose(np.concatenate(got), expected, rtol=1e-11, atol=1e-13)
+    np.testing.assert_array_equal(cache.k[[3, 1, 0]].reshape(6, 8), stored[0])
 
 
 def test_attention_refuses_a_key_without_a_page() -> None:

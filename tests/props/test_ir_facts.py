@@ -54,7 +54,7 @@ class Tally:
         return self
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _operate
-    exp = tanh = sqrt = maximum = _operate
+    exp = tanh = sqrt = maximum = erf = _operate
 
 
 def counted(work: Callable[[], object]) -> int:
@@ -106,6 +106,19 @@ def test_flops_of_the_elementwise_ops() -> None:
     assert silu == counted(lambda: [a / (1.0 + (-a).exp()) * b for a, b in zip(x, y, strict=True)])
 
 
+def test_flops_of_gelu_mul() -> None:
+    x, y = tallies(T, H).ravel(), tallies(T, H).ravel()
+
+    def flops(approximate: str) -> float:
+        return only(lambda b: b.gelu_mul(v := b.embed("t", 9, H), v, approximate), "gelu_mul").cost(STEP).flops
+
+    pairs = list(zip(x, y, strict=True))
+    assert flops("none") == counted(lambda: [((a * 0.7).erf() + 1.0) * a * 0.5 * b for a, b in pairs])
+    assert flops("tanh") == counted(
+        lambda: [(((a * a * a * 0.04 + a) * 0.8).tanh() + 1.0) * a * 0.5 * b for a, b in pairs]
+    )
+
+
 def test_flops_of_a_rope() -> None:
     """Tables of cosines and sines are made once per position, for all heads and blocks: not counted."""
     a, b, cos, sin = (tallies(T * H // 2) for _ in range(4))
@@ -127,7 +140,10 @@ def test_flops_of_a_norm_but_for_three_per_row() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_flops_of_attention_but_for_the_last_division(window: int | None, softcap: float | None) -> None:
+@pytest.mark.parametrize("sinks", [None, "sinks"])
+def test_flops_of_attention_but_for_the_last_division(
+    window: int | None, softcap: float | None, sinks: str | None
+) -> None:
     heads, d = 2, 4
 
     def attend(query_len: int, kv_len: int) -> None:
@@ -142,6 +158,9 @@ def test_flops_of_attention_but_for_the_last_division(window: int | None, softca
             total = 0.0
             for weight in weights:
                 total = total + weight
+            if sinks is not None:
+                sink = Tally()
+                total = total + (sink.maximum(sink) - sink).exp()
             for c in range(d):
                 dot(weights, v[np.flatnonzero(row), c])
 
@@ -152,23 +171,24 @@ def test_flops_of_attention_but_for_the_last_division(window: int | None, softca
 
     def made(b: Builder) -> SSAValue:
         q, k = b.embed("q", 9, heads * d), b.embed("k", 9, d)
-        return b.attention(q, k, k, heads=heads, kv_heads=1, head_dim=d, scale=0.5, window=window, softcap=softcap)
+        shape = {"heads": heads, "kv_heads": 1, "head_dim": d, "scale": 0.5}
+        return b.attention(q, k, k, window=window, softcap=softcap, sinks=sinks, **shape)
 
     assert only(made, "attention").cost(STEP).flops == counted(work)
 
 
-@given(steps(), WINDOWS)
-def test_kv_bytes_are_those_of_the_keys_somebody_sees(step: Step, window: int | None) -> None:
+@given(steps(), WINDOWS, st.sampled_from([("float32", 4), ("e4m3fn", 1)]))
+def test_kv_bytes_are_those_of_the_keys_somebody_sees(step: Step, window: int | None, stored: tuple[str, int]) -> None:
     """K and V of every visible key are read once, those of every new token written once."""
 
     def made(b: Builder) -> SSAValue:
         q, k = b.embed("q", 9, 8), b.embed("k", 9, 4)
-        return b.attention(q, k, k, heads=2, kv_heads=1, head_dim=4, scale=0.5, window=window)
+        return b.attention(q, k, k, heads=2, kv_heads=1, head_dim=4, scale=0.5, window=window, kv_dtype=stored[0])
 
     read = sum(
         int(mask(query, kv, window).any(axis=0).sum()) for query, kv in zip(step.query_lens, step.kv_lens, strict=True)
     )
-    row = np.zeros((2, 1, 4), np.float32).nbytes
+    row = 2 * 1 * 4 * stored[1]
     assert only(made, "attention").cost(step).kv_bytes == (read + step.tokens) * row
 
 
@@ -225,6 +245,8 @@ def test_fusing_adds_no_flops_and_saves_bytes(shape: Shape, step: Step) -> None:
 
 
 def test_every_op_is_counted_above() -> None:
-    plain, fused = build(Shape(bias=True)), build(Shape(bias=True))
+    plain, fused, b = build(Shape(bias=True)), build(Shape(bias=True)), Builder("m", "float32")
     run_passes(fused, SLICE_PIPELINE)
-    assert {type(op) for module in (plain, fused) for op in ops(module)} == set(OPS)
+    x = b.embed("t", 9, H)
+    gelu = b.finish({"y": b.gelu_mul(x, x)})
+    assert {type(op) for module in (plain, fused, gelu) for op in ops(module)} == set(OPS)
