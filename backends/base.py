@@ -7,7 +7,7 @@ registered backend to the same cases against the NumPy oracle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -71,14 +71,28 @@ class Batch:
         assert all(table.shape[0] == self.sequence_count for table in self.page_tables.values())
 
 
+Progress = Callable[[int, int, str], None]
+
+
+def _silent(done: int, total: int, label: str) -> None:
+    """Nobody listens."""
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """What a compile may be told. `max_step_tokens` and `max_sequences` bound one batch; their defaults are what plans
-    are made for. A step of 512 prefill tokens keeps decode steps of other requests from waiting long."""
+    are made for. A step of 512 prefill tokens keeps decode steps of other requests from waiting long.
+
+    Attributes:
+        device_code: make machine code; without it a backend that has a way to run on the host writes for that only.
+        progress: called while code is made, with how much of it is done, how much there is, and what was made last.
+    """
 
     max_step_tokens: int = 512
     max_sequences: int = 64
     page_tokens: int = 16
+    device_code: bool = True
+    progress: Progress = field(default=_silent, compare=False)
 
 
 @dataclass(frozen=True)
