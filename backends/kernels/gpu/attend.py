@@ -20,9 +20,12 @@ Constants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from plait.backends.kernels.gpu.kernel import Kernel
+from plait.backends.kernels.gpu.archs import Arch
+from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile
 
 _SOURCE = "plait.backends.kernels.gpu.sources.attention"
 _VISIBLE = "(min(L, WINDOW) if WINDOW else L)"
@@ -88,3 +91,63 @@ ATTENTION_PREFILL = Kernel(
 )
 
 KERNELS = (ATTENTION_DECODE, ATTENTION_COMBINE, ATTENTION_PREFILL)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """Shapes worth trying: of decode (BLOCK_KEYS, warps, stages), of prefill (BLOCK_M, BLOCK_KEYS, warps, stages), for
+    heads of up to 128 values."""
+
+    decode: tuple[tuple[int, int, int], ...]
+    prefill: tuple[tuple[int, int, int, int], ...]
+
+
+_WARP_GROUPS = _Shapes(
+    decode=((64, 4, 3), (64, 4, 2), (32, 4, 3), (128, 8, 2)),
+    prefill=((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2)),
+)
+_WARPS = _Shapes(
+    decode=((64, 4, 2), (32, 4, 3), (32, 4, 2)),
+    prefill=((64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2)),
+)
+_WAVES = _Shapes(
+    decode=((64, 4, 1), (32, 4, 1), (32, 4, 2), (64, 4, 2)),
+    prefill=((128, 64, 4, 1), (128, 32, 4, 2), (64, 32, 4, 1), (128, 64, 8, 1)),
+)
+#: By how an architecture's best matrix instruction starts. Those of AMD are each wave's own, like mma.sync.
+_SHAPES = {
+    "tcgen05.mma": _WARP_GROUPS,
+    "wgmma.mma_async": _WARP_GROUPS,
+    "mma.sync": _WARPS,
+    "v_mfma_": _WAVES,
+    "v_wmma_": _WAVES,
+}
+#: float32 products keep their operands in registers on NVIDIA: small tiles, many threads.
+_FLOAT32 = {
+    "nvidia": _Shapes(decode=((32, 8, 2), (16, 4, 2)), prefill=((32, 16, 8, 2), (16, 16, 4, 2))),
+    "amd": _Shapes(decode=((32, 4, 1),), prefill=((64, 32, 4, 1), (32, 32, 4, 1))),
+}
+#: Heads wider than that have half as many keys in a block for every doubling.
+_HEAD_DIM = 128
+
+
+def candidates(
+    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Constant], arch: Arch, rows: int | None = None
+) -> tuple[Tile, ...]:
+    """Tiles worth compiling. They are the same for any number of rows: see SPLIT_KEYS."""
+    if kernel is ATTENTION_COMBINE:
+        return (Tile({}, num_warps=4), Tile({}, num_warps=2))
+    shapes = _FLOAT32[arch.vendor] if types["q"] == "fp32" else _SHAPES[arch.matrix[0]]
+    wide = -(-int(constants["HEAD_DIM"]) // _HEAD_DIM)
+    if kernel is ATTENTION_DECODE:
+        found = [
+            Tile({"BLOCK_KEYS": max(16, keys // wide)}, num_warps=warps, num_stages=stages)
+            for keys, warps, stages in shapes.decode
+        ]
+    else:
+        least = 1 << (int(constants["GROUP"]) - 1).bit_length()  # a tile has one token at least
+        found = [
+            Tile({"BLOCK_M": max(m, least), "BLOCK_KEYS": max(16, keys // wide)}, num_warps=warps, num_stages=stages)
+            for m, keys, warps, stages in shapes.prefill
+        ]
+    return tuple(tile for i, tile in enumerate(found) if tile not in found[:i])

@@ -12,7 +12,10 @@ Constants:
 
 from __future__ import annotations
 
-from plait.backends.kernels.gpu.kernel import Kernel
+from collections.abc import Mapping
+
+from plait.backends.kernels.gpu.archs import Arch
+from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile
 
 _SOURCES = "plait.backends.kernels.gpu.sources"
 
@@ -167,3 +170,38 @@ ARGMAX = Kernel(
 )
 
 KERNELS = (EMBED, GATHER_ROWS, RMS_NORM, ADD_RMS_NORM, ROPE, ROPE_WRITE, ADD, SILU_MUL, GELU_MUL, ARGMAX)
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_LOAD_BYTES = 16
+"""The widest load of a thread."""
+
+
+def candidates(
+    kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Constant], arch: Arch, rows: int | None = None
+) -> tuple[Tile, ...]:
+    """Tiles worth compiling: every thread has one widest load of each input, or a few."""
+    # The narrowest input decides: where it has a whole load, the others have several.
+    vector = _LOAD_BYTES // min(_BYTES.get(types[name], _LOAD_BYTES) for name in kernel.pointers)
+    lanes = vector * arch.warp
+    most_warps = 1024 // arch.warp
+    if kernel in (RMS_NORM, ADD_RMS_NORM):
+        width = int(constants["BLOCK"])
+        warps = {min(most_warps, max(1, width // (lanes * loads))) for loads in (1, 2, 4)}
+        return tuple(Tile({}, num_warps=count) for count in sorted(warps, reverse=True))
+    if kernel in (ROPE, ROPE_WRITE):
+        return _head_tiles(constants, lanes)
+    shapes = ((16, 4), (16, 8), (8, 2)) if kernel is ARGMAX else ((4, 1), (1, 1), (4, 2), (8, 2))
+    return tuple(Tile({"BLOCK": lanes * warps * loads}, num_warps=warps) for warps, loads in shapes)
+
+
+def _head_tiles(constants: Mapping[str, Constant], lanes: int) -> tuple[Tile, ...]:
+    """As many heads to a program as its threads have loads for, no more than there are."""
+    across = int(constants["ROTARY_DIM"]) // 2 or int(constants["HEAD_DIM"])
+    across = 1 << (across - 1).bit_length()
+    heads = max(int(constants["HEADS"]), int(constants.get("KV_HEADS", 0)))
+    most = 1 << (heads - 1).bit_length()
+    tiles: dict[int, Tile] = {}
+    for warps in (1, 2, 4):
+        block = min(most, max(1, lanes * warps // across))
+        tiles.setdefault(block, Tile({"BLOCK_HEADS": block}, num_warps=warps))
+    return tuple(tiles.values())

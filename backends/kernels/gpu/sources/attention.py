@@ -68,7 +68,7 @@ def attend(
         acc, top, total: (M, D), (M,), (M,) weighted values, largest score and sum of weights so far.
         q: (M, D).
         end: no key from here on is read.
-        position: (M,) of the queries. Without MASKED all keys are visible to all of them.
+        position: (M,) of the queries, all less than `end`. Without MASKED all keys are visible to all of them.
         score_scale: what makes q k a score.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
@@ -85,9 +85,9 @@ def attend(
         else:
             factor = score_scale * LOG2E
         if MASKED:
-            visible = (keys[None, :] <= position[:, None]) & (keys < end)[None, :]
-            if WINDOW > 0:
-                visible &= position[:, None] - keys[None, :] < WINDOW
+            distance = position[:, None] - keys[None, :]
+            # Unsigned, a key that is still to come is far away.
+            visible = distance.to(tl.uint32, bitcast=True) < WINDOW if WINDOW > 0 else distance >= 0
             score = tl.where(visible, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, axis=1) * factor)
         weight = tl.exp2(score * factor - higher[:, None])
@@ -182,7 +182,7 @@ def attention_decode(
         start,
         end,
         end,
-        end + tl.zeros((BLOCK_M,), tl.int32),
+        end - 1 + tl.zeros((BLOCK_M,), tl.int32),
         scale * k_scale,
         KV_HEADS,
         HEAD_DIM,
@@ -302,15 +302,15 @@ def attention_prefill(
     columns = head[:, None] * HEAD_DIM + d[None, :]
     queries = tl.load(q + row * q_stride + token[:, None] * q_stride + columns, mask=mask, other=0.0)
 
-    # Three runs of keys: before `inner` some query no longer sees a key, from `outer` on some query does not yet see it,
-    # and between them all queries see all keys, so that nothing is compared.
+    # Three runs of keys: before `inner` some query no longer sees a key, from `outer` on some query does not see it
+    # yet, and between them every query sees every key, and nothing is compared.
     end = base + count
     oldest = tl.maximum(base - WINDOW + 1, 0) if WINDOW > 0 else 0
     outer = oldest + (base + 1 - oldest) // BLOCK_KEYS * BLOCK_KEYS
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     top = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    position = base + token
+    position = base + tl.minimum(token, count - 1)
     k_pages += kv_head * HEAD_DIM
     v_pages += kv_head * HEAD_DIM
     table += sequence * table_stride
