@@ -216,7 +216,8 @@ def candidates(
     Their shared memory is what the loops need by arithmetic; what the compiler says in the end may be more.
     """
     if kernel is QUANTIZE_ROWS:
-        return (Tile({"BLOCK": 1024}), Tile({"BLOCK": 4096}, num_warps=8))
+        # A thread loads 16 bytes at once where x is of 16 bits.
+        return tuple(Tile({"BLOCK": 8 * arch.warp * warps}, num_warps=warps) for warps in (4, 8))
     family = _FLOAT32 if types["x"] == "fp32" else _FAMILIES[arch.matrix[0]]
     shapes = (
         *(family.few if rows is None or rows <= 16 else ()),
