@@ -201,9 +201,12 @@ def expectations(kernel: Kernel, variant: Variant, arch: Arch) -> Expectations:
         return Expectations()
     native = multiplied in ("fp16", "bf16", *arch.fp8)
     large = kernel.nature == "multiply" and variant.tile.constants.get("BLOCK_M", 0) >= _GROUP_ROWS
+    grouped = large and variant.tile.num_warps >= 4
+    # Where warp groups multiply fp8, single warps widen it to fp16 first.
+    widened = multiplied in arch.fp8 and not grouped and len(arch.matrix) > 1 and arch.vendor == "nvidia"
     return Expectations(
-        matrix=arch.matrix[:1] if large and variant.tile.num_warps >= 4 else arch.matrix,
-        matrix_type=_MATRIX_TYPES[multiplied] if native else "",
+        matrix=arch.matrix[:1] if grouped else arch.matrix,
+        matrix_type=_MATRIX_TYPES[multiplied] if native and not widened else "",
     )
 
 
