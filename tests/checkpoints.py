@@ -76,6 +76,7 @@ def save(
 
 
 FP8_MAX = 448.0
+FP8_LAYOUTS = ("tensor", "row", "static", "block")
 
 
 def save_fp8(folder: Path, source: Path, layout: str = "tensor", block: tuple[int, int] = (32, 48)) -> Path:
@@ -116,7 +117,7 @@ def save_fp8(folder: Path, source: Path, layout: str = "tensor", block: tuple[in
     return folder
 
 
-def fp8_config(layout: str, block: tuple[int, int]) -> dict[str, Any]:
+def fp8_config(layout: str, block: tuple[int, int] = (32, 48)) -> dict[str, Any]:
     """`quantization_config`, with the keys that published checkpoints have."""
     if layout == "block":
         return {

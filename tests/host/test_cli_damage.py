@@ -74,6 +74,12 @@ def tensors(change: Callable[[dict[str, Any]], object]) -> Change:
     return apply
 
 
+def as_fp8(entry: dict[str, Any]) -> dict[str, Any]:
+    """As many bytes of FP8."""
+    begin, end = entry["data_offsets"]
+    return {"dtype": "F8_E4M3", "shape": [end - begin]}
+
+
 def header(change: Callable[[dict[str, Any]], object]) -> Change:
     """Change the header of a single file and leave its data alone."""
 
@@ -154,7 +160,7 @@ DAMAGES: dict[str, Damage] = {
         "'model.embed_tokens.weight'",
     ),
     "unknown dtype": Damage("whole", header(lambda h: h[TENSOR].update(dtype="F31")), "dtype-unknown", "'F31'"),
-    "FP8": Damage("whole", header(lambda h: h[TENSOR].update(dtype="F8_E4M3")), "dtype-unsupported", "F8_E4M3"),
+    "FP8": Damage("whole", header(lambda h: h[TENSOR].update(as_fp8(h[TENSOR]))), "dtype-unsupported", "stored as FP8"),
     "integers": Damage("whole", header(lambda h: h[TENSOR].update(dtype="I32")), "dtype-unsupported", "I32"),
     "overlapping tensors": Damage(
         "whole",
@@ -175,7 +181,12 @@ DAMAGES: dict[str, Damage] = {
         "'yarn'",
     ),
     "no theta": Damage("whole", config(rope_parameters={"rope_type": "default"}), "config-key-missing", "rope_theta"),
-    "FP8 in the config": Damage("whole", config(quantization_config={"quant_method": "fp8"}), "config-value", "'fp8'"),
+    "FP8 in the config": Damage(
+        "whole", config(quantization_config={"quant_method": "fp8"}), "quantisation-conflict", "(fp8)"
+    ),
+    "a quantisation nobody knows": Damage(
+        "whole", config(quantization_config={"quant_method": "gptq"}), "config-value", "'gptq'"
+    ),
     "unknown family": Damage("whole", config(model_type="bert"), "family-unsupported", "'bert'"),
     "unknown compute dtype": Damage("whole", config(dtype="float8_e4m3fn"), "dtype-unsupported", "float8_e4m3fn"),
     "config that is no JSON": Damage("whole", text("config.json", "{"), "json-invalid", "config.json"),

@@ -105,7 +105,7 @@ def test_keys_without_effect_are_passed_over() -> None:
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"torch_dtype": "float64"}, "float64"),
     ],
