@@ -7,7 +7,6 @@ file like everybody's. The program itself is read by torch. What would be unpick
 from __future__ import annotations
 
 import json
-import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.files import TensorFiles, header_digest, some, unreadable
-from plait.frontend.torch_mlir import mlir_text, require
+from plait.frontend.torch_mlir import mlir_text, quiet, require
 from plait.ir import Builder
 from plait.spec import WeightRef
 from plait.spec.weight import Encoding
@@ -132,7 +131,8 @@ def build_program(config: ProgramConfig, dtype: str) -> ModuleOp:
     path = Path(config.file)
     stat = _stat(path)
     found = _read(path, stat.st_size, stat.st_mtime_ns)
-    made = [_written(found, length) for length in config.lengths]
+    with quiet():
+        made = [_written(found, length) for length in config.lengths]
     refs = found.tensors.weights
     b = Builder(FAMILY, config.dtype)
     b.block = 0
@@ -156,8 +156,7 @@ def save_program(exported: ExportedProgram, path: Path) -> None:
     """Write a program as a file that `read_program` reads."""
     import torch
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         torch.export.save(exported, path)
 
 
@@ -218,12 +217,16 @@ _PREFIX = {"weights": "weight_", "constants": "tensor_"}
 @lru_cache(maxsize=1)
 def _read(path: Path, size: int, changed_ns: int) -> _Program:
     """Loaded once for the config and the module; size and time of the file tell whether it is still the same."""
+    with quiet():
+        return _load(_archive(path))
+
+
+def _load(archive: _Archive) -> _Program:
     import torch
 
-    archive = _archive(path)
+    path = archive.path
     offset, length = archive.records[_SAMPLES]
-    with path.open("rb") as raw, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with path.open("rb") as raw:
         raw.seek(offset)
         try:
             _load_plain(raw.read(length))
@@ -266,7 +269,8 @@ def _load_plain(samples: bytes) -> None:
 
 
 def _check_signature(exported: ExportedProgram) -> None:
-    signature = exported.graph_signature
+    # As exported, a program may write in place; without decompositions torch only turns that into results.
+    signature = exported.run_decompositions({}).graph_signature
     changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
     if changed:
         _refuse(
@@ -330,11 +334,9 @@ def _token_range(exported: ExportedProgram) -> tuple[int | None, int | None]:
             "programs are made for lengths of our choice",
             'export with a plain torch.export.Dim("tokens", max=N), or a static length',
         )
-    try:
-        most = int(limits.upper)
-    except (TypeError, ValueError, OverflowError):
-        return None, None
-    return None, most if most < 1 << 30 else None
+    # No bound is torch's own infinity, or a number that stands for one.
+    bounded = limits.upper.is_Integer and limits.upper < 1 << 30
+    return None, int(limits.upper) if bounded else None
 
 
 def _vocabulary(exported: ExportedProgram) -> int:

@@ -55,33 +55,49 @@ def mlir_text(module: torch.nn.Module, args: Sequence[Any], form: str) -> str:
     """
     require()
     import torch
-    from torch_mlir import fx
+    from torch_mlir import fx, ir
     from torch_mlir.compiler_utils import TorchMlirCompilerError
+    from torch_mlir.dialects import torch as dialect
+    from torch_mlir.extras.fx_importer import FxImporter
 
-    with _quiet():
+    context = ir.Context()
+    dialect.register_dialect(context)
+    told: list[str] = []
+
+    def hear(diagnostic: Any) -> bool:
+        told.append(str(diagnostic.message))
+        return True  # heard: it is not printed
+
+    context.attach_diagnostic_handler(hear)
+    with quiet():
         try:
             program = torch.export.export(module, tuple(args))
         except Exception as err:
-            raise _refused("torch.export takes the module apart no further", err) from err
+            raise _refused("torch.export does not take the module apart", [str(err)]) from err
         try:
-            # Written as torch ops, linear and rms_norm stay whole; the other forms know only what they are made of.
-            table: dict[Any, Any] | None = {} if form == "torch" else None
-            made = fx.export_and_import(program, output_type=FORMS[form], decomposition_table=table, func_name="main")
+            made = fx.export_and_import(
+                program,
+                output_type=FORMS[form],
+                fx_importer=FxImporter(context=context),
+                # Written as torch ops, linear and rms_norm stay whole; the other forms know only what they are made of.
+                decomposition_table={} if form == "torch" else None,
+                func_name="main",
+            )
         except (TorchMlirCompilerError, NotImplementedError, AssertionError, TypeError, KeyError) as err:
-            raise _refused(f"torch-mlir cannot write the module as {form}", err) from err
+            raise _refused(f"torch-mlir cannot write the module as {form}", [*told, str(err)]) from err
     text = _inlined(str(made))
     # A portable artifact of StableHLO knows no other dialect; its own constants say the same.
     return text.replace("arith.constant dense", "stablehlo.constant dense") if form == "stablehlo" else text
 
 
-def _refused(what: str, err: Exception) -> UnsupportedError:
-    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
-    told = next((line for line in lines if "error:" in line), lines[0] if lines else type(err).__name__)
-    return UnsupportedError("torch-mlir-refused", what, why=f"{told:.500}")
+def _refused(what: str, told: Sequence[str]) -> UnsupportedError:
+    """The error with the first that was told."""
+    lines = [line.strip() for line in "\n".join(told).splitlines() if line.strip()]
+    return UnsupportedError("torch-mlir-refused", what, why=f"{lines[0] if lines else '':.500}")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No warnings about torch's own insides, and no report of a failed pass left in the folder of temporary files."""
     before = tempfile.tempdir
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:

@@ -233,7 +233,7 @@ def _rope(op: RopeOp) -> Emit:
     return emit
 
 
-@LOWERING.emits(AttentionOp, "heads", "scale", "window", "softcap")
+@LOWERING.emits(AttentionOp, "heads", "scale", "window", "softcap", "sinks")
 def _attention(op: AttentionOp) -> Emit:
     dtype = operand_dtype(op, op.q)
     if attribute_dtype(op, op.cache.dtype) != dtype:

@@ -81,6 +81,9 @@ class XlaBackend:
 
 def opaque_slice(op: OpaqueOp, arch: str) -> CompiledSlice:
     """A slice that is one opaque op: its programs stand beside it, to be read, and XLA compiles them where they run."""
+    from plait.backends.xla.platform import prepare
+
+    prepare(None)
     from plait.backends.xla.opaque import portable
 
     for text in op.texts:

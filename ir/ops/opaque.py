@@ -31,7 +31,7 @@ class OpaqueOp(PlaitOp):
     """
 
     name = "plait.opaque"
-    FORMULA: ClassVar[str] = "programs[length](weights, tokens)[logit_rows]"
+    FORMULA: ClassVar[str] = "the program of a length, on weights and tokens; of its scores the logit_rows"
     ELSEWHERE: ClassVar[str] = "it is a program for XLA alone: place it on an xla device"
 
     batch = operand_def(BatchType)

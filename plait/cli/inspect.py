@@ -73,6 +73,7 @@ def _checkpoint(screen: Screen, path: Path, config: Path | None) -> None:
         ("tokenizer", "yes" if found["tokenizer"] else "none: token ids only"),
         ("chat template", "yes" if found["chat_template"] else "none"),
         *((name.replace("_", " "), config_text(value)) for name, value in found["config"].items()),
+        ("note", found["note"] or ""),
     ]
     screen.show(facts(lines, title=found["name"]))
     if tensors is not None:
@@ -91,6 +92,7 @@ def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
     """
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
+    from plait.frontend.exported import ProgramConfig
     from plait.frontend.lower import lower, unused_tensors
     from plait.ir import weights
     from plait.pull import pulled
@@ -114,6 +116,7 @@ def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
         "kv_bytes_per_token": sum(kv.bytes_per_token for unit in units for kv in unit.facts.kv),
         "max_positions": checkpoint.max_positions,
         "config": config_facts(checkpoint.config),
+        "note": checkpoint.config.note if isinstance(checkpoint.config, ProgramConfig) else None,
         "tokenizer": checkpoint.tokenizer is not None,
         "chat_template": checkpoint.chat_template is not None,
         "tensors": None if stored is None else _by_encoding((part.encoding, part.nbytes) for part in stored),
