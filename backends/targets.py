@@ -17,6 +17,15 @@ def is_emulated(runs_on: str) -> bool:
     return "emulated" in runs_on
 
 
+def check_dtypes(backend: str, used: Collection[str], known: Collection[str]) -> None:
+    """Raise UnsupportedError for a dtype that the backend does not compute in."""
+    for dtype in used:
+        if dtype not in known:
+            raise UnsupportedError(
+                "dtype", f"{backend} does not compute in {dtype}", why="it has " + ", ".join(known)
+            )
+
+
 def arch_of(backend: str, target: str, archs: Collection[str]) -> str:
     """The architecture of `cuda:sm_90a`. An empty `archs` takes any.
 

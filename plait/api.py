@@ -301,6 +301,7 @@ def compile_artifact(
     output: StrPath,
     embed_weights: bool = False,
     dump_ir: StrPath | None = None,
+    device_code: bool | None = None,
     progress: Progress = _no_progress,
     **options: Any,
 ) -> artifacts.Artifact:
@@ -313,6 +314,8 @@ def compile_artifact(
         output: the directory to write; replaced when it is an artifact already.
         embed_weights: copy each slice's bytes into the artifact instead of referring to the checkpoint.
         dump_ir: a directory for the module after every phase.
+        device_code: whether to make machine code; False writes what runs emulated on this host only, in no time. None:
+            yes, unless PLAIT_DEVICE_CODE is 0.
         progress: see `Progress`.
         model, targets, options: as `request` says.
     """
@@ -322,6 +325,7 @@ def compile_artifact(
             output=output,
             embed_weights=embed_weights or temporary,
             dump_ir=dump_ir,
+            device_code=device_code,
             progress=progress,
         )
 
@@ -332,6 +336,7 @@ def compile_request(
     output: StrPath,
     embed_weights: bool = False,
     dump_ir: StrPath | None = None,
+    device_code: bool | None = None,
     progress: Progress = _no_progress,
 ) -> artifacts.Artifact:
     """`compile_artifact` of arguments that are resolved already."""
@@ -339,7 +344,14 @@ def compile_request(
 
     planned = make_plan(asked, progress, check_backends=True)
     dump = None if dump_ir is None else Path(dump_ir)
-    return assemble(planned, Path(output), embed_weights=embed_weights, dump_ir=dump, progress=progress)
+    return assemble(
+        planned,
+        Path(output),
+        embed_weights=embed_weights,
+        dump_ir=dump,
+        device_code=device_code,
+        progress=progress,
+    )
 
 
 def compile(model: Model, targets: Targets | None = None, *, output: StrPath | None = None, **options: Any) -> Pipeline:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from plait import artifact as artifacts
 from plait.backends.base import CompileOptions
 from plait.backends.weights import weights_json
-from plait.errors import CheckpointError, UserError
+from plait.errors import CheckpointError, UsageError, UserError
 from plait.frontend.tokenizer import Tokenizer, tokenizer_text
 from plait.ir import kv_layouts, print_module, signature, weights
 from plait.ir.cover import cover
@@ -29,9 +29,20 @@ if TYPE_CHECKING:
     from plait.frontend.checkpoint import Checkpoint
 
 
+#: Whether slices get machine code where nobody says: `0` does without, as `--no-device-code` does.
+DEVICE_CODE = "PLAIT_DEVICE_CODE"
+
+
 def _options(plan: Plan) -> CompileOptions:
     """The bounds of a batch: as many sequences as the plan has memory for, since each takes a ring of every window."""
     return CompileOptions(page_tokens=plan.page_tokens, max_sequences=plan.workload.concurrency)
+
+
+def _wants_device_code() -> bool:
+    said = os.environ.get(DEVICE_CODE, "1")
+    if said not in ("0", "1"):
+        raise UsageError("device-code", f"{DEVICE_CODE} is {said!r}", why="it is 0 or 1")
+    return said == "1"
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,13 @@ class _Cut:
 
 
 def assemble(
-    planned: Planned, output: Path, *, embed_weights: bool, dump_ir: Path | None, progress: Progress
+    planned: Planned,
+    output: Path,
+    *,
+    embed_weights: bool,
+    dump_ir: Path | None,
+    device_code: bool | None,
+    progress: Progress,
 ) -> artifacts.Artifact:
     """Write the artifact of a plan.
 
@@ -71,6 +88,11 @@ def assemble(
         with artifacts.writing(dump_ir):
             dump_ir.mkdir(parents=True, exist_ok=True)
             (dump_ir / "module.mlir").write_text(print_module(planned.module), "utf-8")
+    options = replace(
+        _options(plan),
+        device_code=_wants_device_code() if device_code is None else device_code,
+        progress=lambda done, total, label: progress("kernels", done, total),
+    )
     progress("slice", 0, len(plan.slices))
     cuts = _cut(planned, dump_ir)
     with artifacts.staged(output) as folder:
@@ -82,7 +104,7 @@ def assemble(
         made = []
         for cut in cuts:
             progress("compile", cut.index, len(cuts))
-            made.append(_compile(cut, planned, folder, checkpoint.weights, embed_weights))
+            made.append(_compile(cut, planned, options, folder, checkpoint.weights, embed_weights))
         progress("write", len(cuts), len(cuts))
         manifest = _manifest(planned, made, module_text)
         if not embed_weights:
@@ -110,11 +132,16 @@ def _cut(planned: Planned, dump_ir: Path | None) -> list[_Cut]:
 
 
 def _compile(
-    cut: _Cut, planned: Planned, folder: Path, refs: dict[str, WeightRef], embed_weights: bool
+    cut: _Cut,
+    planned: Planned,
+    options: CompileOptions,
+    folder: Path,
+    refs: dict[str, WeightRef],
+    embed_weights: bool,
 ) -> ManifestSlice:
     device, module = cut.device, cut.module
     backend, target = load_backend(device.backend), f"{device.backend}:{device.arch}"
-    compiled = backend.compile(module, target, _options(planned.plan))
+    compiled = backend.compile(module, target, options)
     capability = backend.capability(target)
     here = folder / cut.folder
     here.mkdir(parents=True)

@@ -30,8 +30,8 @@ class Row(NamedTuple):
 _RUN = "pip install 'plait[run]'"
 
 IN_TREE: dict[str, Row] = {
-    "cuda": Row("plait.backends.cuda:BACKEND", "torch", _RUN),
-    "rocm": Row("plait.backends.rocm:BACKEND", "torch", _RUN),
+    "cuda": Row("plait.backends.cuda:BACKEND"),
+    "rocm": Row("plait.backends.rocm:BACKEND"),
     "cpu": Row("plait.backends.cpu:BACKEND", "torch", _RUN),
     "xla": Row("plait.backends.xla:BACKEND", "jax", _RUN),
     "null": Row("plait.backends.null:BACKEND"),

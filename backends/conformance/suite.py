@@ -69,15 +69,24 @@ def cases(dtypes: Sequence[str]) -> tuple[Case, ...]:
     return tuple(Case(name, dtype, check) for dtype in dtypes for name, check in _checks(dtype))
 
 
-def run_case(case: Case, backend: Backend, target: str, folder: Path, *, shapes_only: bool = False) -> None:
+def run_case(
+    case: Case,
+    backend: Backend,
+    target: str,
+    folder: Path,
+    *,
+    shapes_only: bool = False,
+    device_code: bool = True,
+) -> None:
     """Run one case. Raises AssertionError that says what differs, by how much, and what was allowed.
 
     Args:
         target: what to compile for, `cuda:sm_90a`.
         folder: an empty directory to write slices to.
         shapes_only: for a backend that computes nothing: hold it to shapes, dtypes and refusals alone.
+        device_code: False holds a backend to what it does without machine code: emulating on the host.
     """
-    case.check(Bench(backend, target, folder, shapes_only), case.dtype)
+    case.check(Bench(backend, target, folder, shapes_only, device_code), case.dtype)
 
 
 @dataclass(frozen=True)
@@ -87,16 +96,22 @@ class Bench:
     backend: Backend
     target: str
     folder: Path
-    shapes_only: bool
+    shapes_only: bool = False
+    device_code: bool = True
+
+    @property
+    def options(self) -> CompileOptions:
+        return CompileOptions(device_code=self.device_code)
 
     def load(self, module: ModuleOp, player: Player, name: str = "slice") -> Executable:
         """Compile and load one slice's module."""
         script, folder = player.script, self.folder / name
         bounds = {"max_step_tokens": script.step_tokens, "max_sequences": script.sequences}
-        compiled = self.backend.compile(module, self.target, CompileOptions(page_tokens=script.page_tokens, **bounds))
+        options = replace(self.options, page_tokens=script.page_tokens, **bounds)  # type: ignore[arg-type]
+        compiled = self.backend.compile(module, self.target, options)
         write_slice(folder, module, random_weights(module), dict(compiled.files))
-        options = LoadOptions(player.pages, script.page_tokens, threads=1, weight_root=folder, **bounds)
-        return self.backend.load(folder, self.target.partition(":")[2] or self.target, options)
+        asked = LoadOptions(player.pages, script.page_tokens, threads=1, weight_root=folder, **bounds)
+        return self.backend.load(folder, self.target.partition(":")[2] or self.target, asked)
 
     def close_enough(self, what: str, got: Array, want: Array, tolerance: float) -> None:
         """Compare with the oracle: the largest error against the largest value."""
@@ -164,7 +179,7 @@ def _or_refused(build: Build, check: Callable[[Bench, str], None]) -> Callable[[
         module = build(dtype)
         run_passes(module, SLICE_PIPELINE)
         refused = bench.backend.capability(bench.target, module).refused
-        why = _refusal(partial(bench.backend.compile, module, bench.target, CompileOptions()))
+        why = _refusal(partial(bench.backend.compile, module, bench.target, bench.options))
         assert (why is None) == (not refused), f"capability says {refused}, compiling {why or 'nothing against it'}"
         if why is None:
             check(bench, dtype)
@@ -205,7 +220,7 @@ def _refuses_unknown_attribute(bench: Bench, dtype: str) -> None:
             answer = bench.backend.supports(odd, bench.target)
             assert not answer.ok, f"{odd.name} with an unknown attribute is said to be supported"
             assert "strange_new_factor" in answer.why, f"the refusal does not name the attribute: {answer.why}"
-            why = _refusal(partial(bench.backend.compile, module, bench.target, CompileOptions()))
+            why = _refusal(partial(bench.backend.compile, module, bench.target, bench.options))
             assert why is not None, f"{odd.name} compiles although it has an unknown attribute"
             assert "strange_new_factor" in why, f"the refusal does not name the attribute: {why}"
             refused = bench.backend.capability(bench.target, module).refused

@@ -17,21 +17,19 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def to_torch(array: NDArray[Any], device: torch.device | None = None) -> Tensor:
-    """A tensor of the same values; it shares memory with a writable array when both live on the host."""
+def to_torch(array: NDArray[Any]) -> Tensor:
+    """A tensor of the same values; it shares memory with a writable array."""
     array = np.ascontiguousarray(array)
     if not array.flags.writeable:  # torch cannot promise not to write, and would warn
         array = array.copy()
     if array.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
-    return tensor if device is None else tensor.to(device)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def to_numpy(tensor: Tensor) -> NDArray[Any]:
     """The inverse of `to_torch`."""
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array: NDArray[Any] = tensor.numpy()

@@ -17,10 +17,10 @@ class Cache:
     """K and V pages of one layer: `pages` is (2, page, token, kv_head, head_dim)."""
 
     def __init__(
-        self, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         # Zeros, not whatever memory holds: a masked key counts 0 times, and 0 * NaN is not 0.
-        self.pages = torch.zeros(2, pages, page_tokens, kv_heads, head_dim, dtype=dtype, device=device)
+        self.pages = torch.zeros(2, pages, page_tokens, kv_heads, head_dim, dtype=dtype)
         self._k, self._v = self.pages.view(2, pages * page_tokens, kv_heads * head_dim).unbind(0)
 
     def append(self, paging: Paging, k: Tensor, v: Tensor) -> None:
@@ -74,7 +74,7 @@ class Attention:
         if rows == part.sequences and part.pages is not None:
             # One token each: the heads of a group are the queries, and K and V are read once for all of them.
             queries = q.view(rows, self.kv_heads, groups, self.head_dim)
-            if q.device.type == "cpu" and groups % _EVEN_ROWS:
+            if groups % _EVEN_ROWS:
                 queries = torch.nn.functional.pad(queries, (0, 0, 0, -groups % _EVEN_ROWS))
                 sink = None if sink is None else torch.nn.functional.pad(sink, (0, -groups % _EVEN_ROWS))
             sink = None if sink is None else sink[..., None]
@@ -96,7 +96,7 @@ class Attention:
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         if mask is None:
-            mask = torch.full(scores.shape[-2:], -torch.inf, device=scores.device).triu(1)
+            mask = torch.full(scores.shape[-2:], -torch.inf).triu(1)
         scores = scores + mask
         if sink is not None:  # a key more, without a value
             scores = torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), -1)

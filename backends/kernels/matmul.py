@@ -1,6 +1,6 @@
 """Matrix products with a fixed weight.
 
-On the host they go through oneDNN. There a row's result does not depend on how many rows come with it, as long as there
+They go through oneDNN. There a row's result does not depend on how many rows come with it, as long as there
 are two or more: a request gets the same bits alone and in a batch. (MKL, which `torch.nn.functional.linear` uses for
 float32, has other kernels for 1, 2, 3 and for leftover rows, and takes up to four times as long on few rows.)
 """
@@ -44,32 +44,9 @@ def product(weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> Pro
     return run
 
 
-def wide_product(weight: Tensor) -> Product:
-    """x (rows, in) -> float32 x weight^T (rows, out), for a 16-bit weight on a device that multiplies so (NVIDIA)."""
-    transposed = weight.t()
-    return lambda x: torch.mm(x, transposed, out_dtype=torch.float32)
-
-
-def chunked_product(weight: Tensor, chunk: int = 8192) -> Product:
-    """x (rows, in) -> float32 x weight^T (rows, out), for a 16-bit weight on a device that does not multiply so (AMD).
-
-    Only `chunk` rows of the weight are in float32 at a time: a second copy of it is in nobody's plan.
-    """
-    parts = torch.split(weight, chunk)
-
-    def run(x: Tensor) -> Tensor:
-        wide = x.float()
-        out = wide.new_empty(len(x), len(weight))
-        for part, columns in zip(parts, torch.split(out, chunk, 1), strict=True):
-            columns.copy_(torch.mm(wide, part.float().t()))
-        return out
-
-    return run
-
-
 def _onednn(weight: Tensor) -> bool:
     """Whether oneDNN multiplies this weight natively here."""
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+    if not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -51,10 +51,10 @@ class Paging:
 
 
 class Step:
-    """One batch on a device. Tables are made when a layer first asks for them."""
+    """One batch. Tables are made when a layer first asks for them."""
 
-    def __init__(self, batch: Batch, device: torch.device, page_tokens: int) -> None:
-        self._batch, self._device, self._page_tokens = batch, device, page_tokens
+    def __init__(self, batch: Batch, page_tokens: int) -> None:
+        self._batch, self._page_tokens = batch, page_tokens
         self._tables: dict[tuple[Rope, int], tuple[Tensor, Tensor]] = {}
         self._pagings: dict[tuple[int | None, torch.dtype], Paging] = {}
         self.tokens = self._long(batch.tokens)
@@ -68,7 +68,7 @@ class Step:
             angle = angles(rope, head_dim, self._batch.positions).astype(np.float64)
             cos, sin = np.cos(angle), np.sin(angle)
             tables = (np.concatenate(pair, axis=-1)[:, None] for pair in ((cos, cos), (-sin, sin)))
-            first, second = (to_torch(table.astype(np.float32), self._device) for table in tables)
+            first, second = (to_torch(table.astype(np.float32)) for table in tables)
             self._tables[key] = first, second
         return self._tables[key]
 
@@ -145,10 +145,10 @@ class Step:
         return parts
 
     def _mask(self, visible: NDArray[np.bool_], dtype: torch.dtype) -> Tensor:
-        return to_torch(np.where(visible, np.float32(0), np.float32(-np.inf)), self._device).to(dtype)
+        return to_torch(np.where(visible, np.float32(0), np.float32(-np.inf))).to(dtype)
 
     def _long(self, values: NDArray[Any]) -> Tensor:
-        return to_torch(values.astype(np.int64), self._device)
+        return to_torch(values.astype(np.int64))
 
 
 def _bucket(pages: int) -> int:

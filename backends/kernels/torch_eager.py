@@ -23,7 +23,7 @@ from plait.backends.kernels.lowering import (
     weight_kind,
     weight_name,
 )
-from plait.backends.kernels.matmul import chunked_product, product, wide_product
+from plait.backends.kernels.matmul import product
 from plait.backends.kernels.step import Step
 from plait.ir.ops import (
     AddOp,
@@ -45,8 +45,6 @@ Kernel = Callable[..., Any]
 
 class Slice(Protocol):
     """What kernels are bound to."""
-
-    device: torch.device
 
     def weight(self, name: str, dtype: str) -> Tensor:
         """A tensor of the checkpoint."""
@@ -86,7 +84,7 @@ def _embed(op: EmbedOp) -> Bind:
 
 def _norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
     """x / sqrt(mean(x^2) + eps) * weight in float32, rounded once."""
-    scale, floor, part = weight.float(), torch.tensor(eps, device=weight.device), 1 / len(weight)
+    scale, floor, part = weight.float(), torch.tensor(eps), 1 / len(weight)
 
     def run(x: Tensor) -> Tensor:
         wide = x.float()
@@ -224,17 +222,9 @@ def _logits(op: LogitsOp) -> Bind:
 
     def bind(where: Slice) -> Kernel:
         # Logits are float32 whatever the dtype of the model; in 16 bits the best two tokens would often tie.
-        if dtype != "float32" and where.device.type == "cuda":
-            wide = wide_product if torch.version.hip is None else chunked_product
-            run = wide(where.weight(name, dtype))
-        else:
-            # On the host a 16-bit weight, rounded to the model's dtype, is held in float32: twice what the plan counts.
-            weight = where.weight(name, dtype).float()
-            run_wide = product(weight, None, shared=dtype == "float32" and where.is_shared(name))
-
-            def run(x: Tensor) -> Tensor:
-                return run_wide(x.float())
-
-        return lambda step, x: run(x if step.logit_rows is None else x.index_select(0, step.logit_rows))
+        # A 16-bit weight, rounded to the model's dtype, is held in float32: twice what the plan counts.
+        weight = where.weight(name, dtype).float()
+        run = product(weight, None, shared=dtype == "float32" and where.is_shared(name))
+        return lambda step, x: run((x if step.logit_rows is None else x.index_select(0, step.logit_rows)).float())
 
     return bind

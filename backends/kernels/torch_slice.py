@@ -1,4 +1,4 @@
-"""A loaded slice in torch: its weights, its KV pages, and its module as a flat list of calls."""
+"""A loaded slice in torch on the host: its weights, its KV pages, and its module as a flat list of calls."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Call = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ..
 class TorchSlice:
     """`plait.backends.base.Executable` in torch."""
 
-    def __init__(self, folder: Path, runs_on: str, device: torch.device, options: LoadOptions) -> None:
+    def __init__(self, folder: Path, runs_on: str, options: LoadOptions) -> None:
         module = read_module(folder / "slice.mlir")
         if options.threads is not None and torch.get_num_threads() != options.threads:
             torch.set_num_threads(options.threads)
-        self.runs_on, self.device = runs_on, device
+        self.runs_on = runs_on
         self.kv_layouts: tuple[KVLayout, ...] = kv_layouts(module, options.page_tokens)
         self._page_tokens, self._steps = options.page_tokens, 0
         self._sizes: dict[str, int] = {}
@@ -57,8 +57,8 @@ class TorchSlice:
         with torch.inference_mode():
             slots: list[Any] = [None] * self._slots
             for slot, name in enumerate(self._input_names):
-                slots[slot] = to_torch(inputs[name], self.device)
-            step = Step(batch, self.device, self._page_tokens)
+                slots[slot] = to_torch(inputs[name])
+            step = Step(batch, self._page_tokens)
             for kernel, reads, writes, dead in self._calls:
                 result = kernel(step, *[slots[slot] for slot in reads])
                 if len(writes) == 1:
@@ -79,7 +79,7 @@ class TorchSlice:
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
         with torch.inference_mode():
             for side, values in enumerate((k, v)):
-                self._layer(layer).pages[side].index_copy_(0, self._index(pages), to_torch(values, self.device))
+                self._layer(layer).pages[side].index_copy_(0, self._index(pages), to_torch(values))
 
     def stats(self) -> dict[str, int | float | str]:
         kv_bytes = sum(cache.pages.nbytes for cache in self._caches.values())
@@ -99,7 +99,7 @@ class TorchSlice:
         key = name, dtype
         if key in self._held:
             return self._held[key]
-        tensor = to_torch(read_weight(self._refs[name], dtype, self._root), self.device)
+        tensor = to_torch(read_weight(self._refs[name], dtype, self._root))
         self._sizes[name] = tensor.nbytes
         if self.is_shared(name):
             self._held[key] = tensor
@@ -109,7 +109,7 @@ class TorchSlice:
         """See `torch_eager.Slice`. Each part is let go once it is copied."""
         shapes = [self._refs[name].shape for name in names]
         rows = [shape[0] for shape in shapes]
-        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=TORCH_DTYPES[dtype], device=self.device)
+        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=TORCH_DTYPES[dtype])
         for part, name in zip(torch.split(out, rows), names, strict=True):
             part.copy_(self.weight(name, dtype))
         return out
@@ -131,7 +131,6 @@ class TorchSlice:
             kind.kv_heads.data,
             kind.head_dim.data,
             TORCH_DTYPES[dtype_name(kind.dtype)],
-            self.device,
         )
 
     def _program(self, module: ModuleOp) -> tuple[list[Call], int]:
@@ -157,7 +156,7 @@ class TorchSlice:
         return list(self._caches.values())[layer]
 
     def _index(self, pages: Int32) -> Tensor:
-        return to_torch(pages.astype("int64"), self.device)
+        return to_torch(pages.astype("int64"))
 
 
 def _activations(op: PlaitOp) -> list[SSAValue]:

@@ -1,10 +1,10 @@
-"""AMD devices, through torch."""
+"""AMD devices: machine code from the kernels of `plait.backends.kernels.gpu`; emulated by torch where no device is."""
 
 from __future__ import annotations
 
-from plait.backends.kernels.torch_backend import TorchBackend
+from plait.backends.kernels.gpu.backend import GpuBackend
 
-BACKEND = TorchBackend(
+BACKEND = GpuBackend(
     name="rocm",
     archs=("gfx90a", "gfx942", "gfx950", "gfx1100"),
     dtypes=("float32", "bfloat16", "float16"),

@@ -41,6 +41,12 @@ def command(
     dump_ir: Annotated[
         Path | None, typer.Option("--dump-ir", metavar="DIR", help="Write the module after every phase, as MLIR text.")
     ] = None,
+    no_device_code: Annotated[
+        bool,
+        typer.Option(
+            "--no-device-code", help="Make no machine code: slices run emulated on this host only, compiled in no time."
+        ),
+    ] = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -57,7 +63,12 @@ def command(
     screen.show(request_facts(asked, str(folder)))
     with screen.phases() as progress:
         made = api.compile_request(
-            asked, output=folder, embed_weights=embed_weights, dump_ir=dump_ir, progress=progress
+            asked,
+            output=folder,
+            embed_weights=embed_weights,
+            dump_ir=dump_ir,
+            device_code=False if no_device_code else None,
+            progress=progress,
         )
     slices = made.manifest.slices
     for part in plan_tables(made.plan, [item.runs_on for item in slices], screen.width, verbose=verbose):

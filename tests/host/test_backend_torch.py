@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from plait.backends.conformance.models import Attention, Model
 from plait.backends.conformance.script import Script, Turn
 from plait.backends.cpu import BACKEND as CPU
-from plait.backends.cuda import BACKEND as CUDA
 from plait.backends.kernels.arrays import to_numpy, to_torch
-from plait.backends.kernels.matmul import chunked_product, product
+from plait.backends.kernels.matmul import product
 from plait.backends.kernels.step import _bucket
 from plait.errors import CheckpointError
 from plait.ir import read_module
-from plait.spec import Capability
 from tests.host.backend_bench import load
 
 #: Heads as wide as real ones, three to a group: what fits no kernel's tile.
@@ -134,26 +132,3 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     file.write_text(whole.replace("48", "47", 1))
     with pytest.raises(CheckpointError, match="47"):
         CPU.load(tmp_path / "slice", "cpu", options)
-
-
-def test_a_real_device_is_not_called_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capability(cuda: str | None, hip: str | None) -> Capability:
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        return CUDA.capability("cuda:sm_90a")
-
-    assert capability("12.8", None).runs_on == "sm_90a"
-    assert capability(None, "6.4").runs_on == "sm_90a (emulated on host)"
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3])
-def test_a_16_bit_head_in_chunks_is_the_whole_in_float32(rows: int) -> None:
-    """What AMD's devices run; the last chunk is shorter than the others."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(50, 24, generator=generator).bfloat16()
-    x = torch.randn(rows, 24, generator=generator).bfloat16()
-    out = chunked_product(weight, chunk=16)(x)
-    assert out.dtype == torch.float32
-    expected = x.double() @ weight.double().t()
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

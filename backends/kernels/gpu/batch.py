@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,8 @@ class Facts:
 
     def array(self, fact: Fact) -> Array:
         """The values of a fact, without padding: [rows] or [rows, columns]."""
-        return _MAKERS[fact.kind](self, fact)
+        made: Array = _MAKERS[fact.kind](self, fact)
+        return made
 
     def _table(self, fact: Fact) -> Array:
         assert fact.kv_class is not None
@@ -90,7 +91,7 @@ class Facts:
         return self._turned[rope, head_dim]
 
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[[Facts, Fact], Any]] = {
     "tokens": lambda facts, fact: facts._batch.tokens,
     "logit_rows": lambda facts, fact: facts._batch.logit_rows,
     "query_starts": lambda facts, fact: facts._batch.query_starts,
@@ -103,7 +104,7 @@ _MAKERS = {
     "sin": lambda facts, fact: np.sin(facts._angles(fact)),
 }
 
-#: What stands where a padded batch has no row. A slot or a sequence of -1 does nothing; the rest is read and thrown away.
+#: What stands where a padded batch has no row. A slot or sequence of -1 does nothing; the rest is read and thrown away.
 _PADDING: Mapping[str, int] = {"slots": -1, "decodes": -1, "table": -1}
 
 

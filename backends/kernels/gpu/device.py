@@ -1,4 +1,4 @@
-"""What the executor asks of a device. Two answer: `cupy_device` (a GPU) and `interpret_device` (Triton's interpreter)."""
+"""What the executor asks of a device. Two answer: `cupy_device`, a GPU; `interpret_device`, Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Call = Callable[[], None]
 
 
 class Memory(Protocol):
-    """Bytes of the device."""
+    """Bytes of a device. Each device has its own kind, and is handed back no other."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Region(NamedTuple):
@@ -43,13 +44,13 @@ class Device(Protocol):
     def host(self, nbytes: int) -> NDArray[Any]:
         """Bytes of the host that `send` may read from."""
 
-    def write(self, memory: Memory, offset: int, array: NDArray[Any]) -> None:
+    def write(self, memory: Any, offset: int, array: NDArray[Any]) -> None:
         """Copy a contiguous array to the device. It may be changed afterwards."""
 
-    def send(self, memory: Memory, array: NDArray[Any]) -> None:
+    def send(self, memory: Any, array: NDArray[Any]) -> None:
         """Copy the beginning of a `host` array to the beginning of `memory`; it must stay as it is until `read`."""
 
-    def read(self, memory: Memory, offset: int, array: NDArray[Any]) -> None:
+    def read(self, memory: Any, offset: int, array: NDArray[Any]) -> None:
         """Fill a contiguous array from the device, after everything before it is done."""
 
     def load(self, binary: Binary, folder: Path) -> Any:

@@ -15,10 +15,12 @@ from plait.backends.kernels.gpu.arena import size_bytes
 from plait.backends.kernels.gpu.batch import Facts, fill
 from plait.backends.kernels.gpu.device import Call, Device, Memory, Region
 from plait.backends.kernels.gpu.expression import evaluate
+from plait.backends.kernels.gpu.held import Reader
 from plait.backends.kernels.gpu.launch import ALIGNMENT, ELEMENT_BYTES, LaunchPlan, Step, Value
-from plait.backends.weights import DTYPES, read_weight, read_weights_json
-from plait.errors import ArtifactError, CheckpointError
-from plait.spec import WeightRef, kv_class
+from plait.backends.weights import read_weights_json
+from plait.errors import ArtifactError
+from plait.ir.numbers import NUMPY
+from plait.spec import kv_class
 
 Symbols = tuple[tuple[str, int], ...]
 
@@ -113,20 +115,19 @@ class LaunchSlice:
     # Loading
 
     def _load_weights(self, folder: Path, root: Path | None) -> dict[str, Memory]:
-        refs = read_weights_json(folder / "weights.json")
+        reader = Reader(read_weights_json(folder / "weights.json"), root)
         held = {}
         for name, weight in self._plan.weights.items():
             memory, offset = self._device.allocate(weight.nbytes), 0
-            for tensor, shape in zip(weight.names, weight.shapes, strict=True):
-                _check_weight(refs, tensor, shape)
-                array = read_weight(refs[tensor], weight.dtype, root)
+            for array in reader.arrays(weight):
                 self._device.write(memory, offset, _bytes(array))
                 offset += array.nbytes
+            assert offset == weight.nbytes, f"{name} has {offset} bytes, not {weight.nbytes}"
             held[name] = memory
         return held
 
     def _kv_dtype(self, layer: int) -> np.dtype[Any]:
-        return DTYPES[self._plan.kv[layer].dtype]
+        return NUMPY[self._plan.kv[layer].dtype]
 
     def _shape(self, layer: int, pages: int) -> tuple[int, int, int, int]:
         layout = self._plan.kv[layer]
@@ -238,7 +239,7 @@ class LaunchSlice:
 
     def _read(self, value: Value, rows: int) -> Array:
         """A boundary tensor: columns of the first rows of its buffer."""
-        dtype = DTYPES[value.dtype]
+        dtype = NUMPY[value.dtype]
         whole = np.empty((rows, value.stride), dtype)
         self._device.read(self._arena, self._plan.activations[value.buffer].offset, _bytes(whole))
         return np.ascontiguousarray(whole[:, value.column : value.column + value.width])
@@ -270,16 +271,4 @@ def _check_bounds(plan: LaunchPlan, options: LoadOptions) -> None:
     if wrong:
         raise ArtifactError(
             "launch-bounds", "the slice was compiled for other batches", why="; ".join(wrong), hint="compile again"
-        )
-
-
-def _check_weight(refs: Mapping[str, WeightRef], name: str, shape: tuple[int, ...]) -> None:
-    if name not in refs:
-        raise CheckpointError("weight-missing", f"weights.json says nothing of {name!r}", hint="compile again")
-    if refs[name].shape != shape:
-        raise CheckpointError(
-            "weight-shape",
-            f"{name!r} is {list(refs[name].shape)} in weights.json",
-            why=f"the slice's launch plan wants {list(shape)}",
-            hint="compile again",
         )

@@ -54,7 +54,7 @@ class Binary:
     scratch pointers, which are null.
 
     Attributes:
-        constants, tile, num_stages, aligned: what the code was made with (`plait.backends.kernels.gpu.kernel`);
+        constants, tile, num_stages, aligned, small: what the code was made with (`plait.backends.kernels.gpu.kernel`);
             expressions of `grid` use the first two.
         symbol, file: the function, and the file of the artifact that holds it; empty where no code was made.
         threads: threads of one block.
@@ -69,6 +69,7 @@ class Binary:
     num_warps: int
     num_stages: int
     aligned: tuple[str, ...]
+    small: tuple[str, ...]
     grid: tuple[str, str, str]
     symbol: str = ""
     file: str = ""
@@ -78,7 +79,7 @@ class Binary:
     @property
     def variant(self) -> Variant:
         tile = Tile(self.tile, self.num_warps, self.num_stages)
-        return Variant(self.kernel, self.types, self.constants, tile, frozenset(self.aligned))
+        return Variant(self.kernel, self.types, self.constants, tile, frozenset(self.aligned), frozenset(self.small))
 
 
 @dataclass(frozen=True)
@@ -118,17 +119,45 @@ class Step:
     when: str = "1"
 
 
+Part = Literal["values", "codes", "scale", "zero"]
+
+
 @dataclass(frozen=True)
 class Weight:
-    """Tensors of the checkpoint in `dtype`, one behind the other: stacked along their first dimension."""
+    """Tensors of the checkpoint, one behind the other: stacked along their first dimension.
+
+    Attributes:
+        shapes: of the tensors, as the checkpoint has them.
+        dtype: what is held: the compute dtype of values; codes as they are, or `e4m3fnuz` of `e4m3fn`; of scales and
+            zeros float32 or float16.
+        part: `values` are dequantised where the tensor is quantised; the others are parts of a quantised tensor.
+        block: rows and columns that share a scale, in `scale` and `zero`; 0 means all of them. Where the checkpoint's
+            are larger, its numbers are repeated.
+        codes: of parts, how the codes are held; format: the checkpoint's element type.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
+    part: Part = "values"
+    block: tuple[int, int] | None = None
+    codes: str | None = None
+    format: str | None = None
+
+    @property
+    def type(self) -> str:
+        """The element type as kernels call it. Two 4-bit codes are one byte."""
+        return TYPES[self.dtype]
+
+    def held(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that is held of a tensor."""
+        if self.block is not None:
+            return tuple(-(-size // part) if part else 1 for size, part in zip(shape, self.block, strict=True))
+        return (*shape[:-1], shape[-1] // 2) if self.dtype == "u4" else shape
 
     @property
     def nbytes(self) -> int:
-        return sum(map(prod, self.shapes)) * ELEMENT_BYTES[TYPES[self.dtype]]
+        return sum(prod(self.held(shape)) for shape in self.shapes) * ELEMENT_BYTES[self.type]
 
 
 @dataclass(frozen=True)
@@ -223,5 +252,14 @@ class LaunchPlan:
     schema: Literal[1] = 1
 
 
-#: Compute dtypes as kernels call them.
-TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+#: Compute dtypes and codes as kernels call them.
+TYPES = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "e4m3fn": "fp8e4nv",
+    "e4m3fnuz": "fp8e4b8",
+    "e5m2": "fp8e5",
+    "i8": "i8",
+    "u4": "i8",
+}
