@@ -84,6 +84,9 @@ class CompileOptions:
     are made for. A step of 512 prefill tokens keeps decode steps of other requests from waiting long.
 
     Attributes:
+        max_context_tokens: tokens of the longest sequence, prompt and answer.
+        max_kv_tokens: tokens that the KV pages of a full layer hold; None for `max_sequences` of the longest.
+        group_size: devices that hold the slice together, its tensors split between them.
         device_code: make machine code; without it a backend that has a way to run on the host writes for that only.
         progress: called while code is made, with how much of it is done, how much there is, and what was made last.
     """
@@ -91,6 +94,9 @@ class CompileOptions:
     max_step_tokens: int = 512
     max_sequences: int = 64
     page_tokens: int = 16
+    max_context_tokens: int = 1024
+    max_kv_tokens: int | None = None
+    group_size: int = 1
     device_code: bool = True
     progress: Progress = field(default=_silent, compare=False)
 
