@@ -52,6 +52,7 @@ class XlaBackend:
 
     def compile(self, module: ModuleOp, target: str, options: CompileOptions) -> CompiledSlice:
         """XLA compiles a shape when it first meets it, on the machine that runs it; the buckets bound how many."""
+        from plait.backends.kernels.lowering import dequantised
         from plait.backends.xla.buckets import Buckets
         from plait.backends.xla.emit import LOWERING
         from plait.ir.module import ops
@@ -65,7 +66,8 @@ class XlaBackend:
         shapes = [
             f"{sequences}x{queries}" for sequences, queries in Buckets().grids(options.max_sequences, options.max_step_tokens)
         ]
-        return CompiledSlice(report={"lowering": "JAX, one program per shape", "arch": arch, "shapes": shapes})
+        report = {"lowering": "JAX, one program per shape", "arch": arch, "shapes": shapes, **dequantised(module)}
+        return CompiledSlice(report=report)
 
     def load(self, folder: Path, device: str, options: LoadOptions) -> Executable:
         from plait.backends.xla.executable import XlaSlice

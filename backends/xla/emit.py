@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from xdsl.ir import SSAValue
 
-from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, rope_of, weight_name
+from plait.backends.kernels.lowering import (
+    Lowering,
+    attribute_dtype,
+    operand_dtype,
+    refuse,
+    rope_of,
+    weight_kind,
+    weight_name,
+)
 from plait.backends.xla.attend import Facts, Heads, append_and_attend
 from plait.backends.xla.split import AXIS, Split
 from plait.ir.ops import (
@@ -117,14 +125,14 @@ def _sum_over_group(y: Array) -> Array:
 
 @LOWERING.emits(WeightOp, "symbol")
 def _weight(op: WeightOp) -> tuple[Trace, ...]:
-    operand_dtype(op, op.result)
+    weight_kind(op)
     return ()
 
 
 @LOWERING.emits(EmbedOp)
 def _embed(op: EmbedOp) -> tuple[Trace, ...]:
     name = weight_name(op, op.table)
-    operand_dtype(op, op.table)
+    operand_dtype(op, op.result)
 
     def trace(run: Run) -> Array:
         import jax

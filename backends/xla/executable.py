@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from plait.backends.base import Array, Batch, Int32, LoadOptions
-from plait.backends.kernels.lowering import check_weights
+from plait.backends.kernels.lowering import check_weights, dequantised
 from plait.backends.weights import DTYPES, read_weights_json
 from plait.backends.xla.arrays import (
     POOL_SPEC,
@@ -55,6 +55,7 @@ class XlaSlice:
         self._pages = loaded.pages(options.pages)
         refs = read_weights_json(folder / "weights.json")
         check_weights(module, refs)
+        self._dequantised = dequantised(module)
         formats = loaded.weight_formats(self._mesh) or [
             sharding(self._mesh, weight_spec(weight, program.split)) for weight in program.weights
         ]
@@ -103,6 +104,7 @@ class XlaSlice:
             "loaded_programs": len(self._loaded.programs),
             "weight_bytes": sum(weight.nbytes for weight in self._weights),
             "kv_bytes": sum(pool.nbytes for pool in self._kv),
+            **self._dequantised,
         }
 
     def close(self) -> None:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import SSAValue
 
+from plait.backends.kernels.lowering import weight_dtypes
 from plait.backends.xla.attend import Facts, masks
 from plait.backends.xla.emit import LOWERING, Key, RopeTable, Run, Trace
 from plait.backends.xla.split import Split
 from plait.ir import kv_classes, kv_layouts, signature, weights
 from plait.ir.module import boundary, ops
 from plait.ir.ops import AddOp, AddRmsNormOp, LogitsOp, PlaitOp, RmsNormOp, WeightOp
-from plait.ir.types import KVType, dtype_name
+from plait.ir.types import KVType
 from plait.spec import Boundary, kv_class
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Program:
     Attributes:
         weights, pools, tables: the arrays that go in, in order.
         outputs: what comes out, by name, and whether it is logits.
+        sizes: shapes of the checkpoint's tensors, by name.
 
     Args:
         scan: whether equal blocks are scanned; without, every block is traced.
@@ -108,7 +110,8 @@ class Program:
         self.windows = kv_classes(module)
         self._sig = signature(module)
         self.segments = tuple(_segments(_steps(module), set(self._sig.outputs.values()), scan))
-        self.weights = tuple(self._weights(module))
+        self.sizes = {name: op.result.type.get_shape() for name, op in weights(module).items()}
+        self.weights = tuple(self._weights(weight_dtypes(module)))
         self.pools, self._pool_of = self._pools(module)
         traces = [step.trace for segment in self.segments for step in segment.steps]
         self.tables = tuple(dict.fromkeys(trace.table for trace in traces if trace.table is not None))
@@ -173,11 +176,7 @@ class Program:
                 _scan(segment, run, env)
         return {name: env[value] for name, value in self._sig.outputs.items()}, run.pools
 
-    def _weights(self, module: ModuleOp) -> list[Weight]:
-        dtypes = {}
-        for name, op in weights(module).items():
-            assert isinstance(op.result.type, TensorType)
-            dtypes[name] = dtype_name(op.result.type.element_type)
+    def _weights(self, dtypes: Mapping[str, str]) -> list[Weight]:
         found: dict[Key, Weight] = {}
         for segment in self.segments:
             period = len(segment.steps) // segment.repeats
