@@ -69,6 +69,7 @@ def scaled(block: int, *aligned: str, kind: str = "bf16") -> Variant:
 JOBS: Mapping[str, Job] = {
     **{f"good {arch}": Job(MULTIPLY, product(64, 64, 64, 4, 2), arch) for arch in MAIN_ARCHS},
     **{f"stream {arch}": Job(SCALE, scaled(2048, "x", "out", "rows"), arch) for arch in ("sm_90a", "gfx942")},
+    "small gfx942": Job(MULTIPLY, replace(product(64, 64, 64, 4, 2), small=frozenset({"x", "w", "out"})), "gfx942"),
     "narrow": Job(SCALE, scaled(2048), "sm_90a"),
     "fp8 sm_90a": Job(MULTIPLY, product(64, 64, 64, 4, 2, "fp8e4nv"), "sm_90a"),
     "fp8 gfx942": Job(MULTIPLY, product(64, 64, 64, 4, 2, "fp8e4b8"), "gfx942"),
@@ -165,6 +166,13 @@ def test_registers_and_occupancy_are_as_llvm_says(made: Mapping[str, Binary], na
     unbound = replace(arch, most_blocks=10**6)
     blocks, _ = facts.occupancy(unbound, arch.warp, own.registers, 0)
     assert blocks // arch.simds == comment("Occupancy")
+
+
+def test_tensors_below_2_gib_get_buffer_loads(made: Mapping[str, Binary]) -> None:
+    for name, word, other in (("small gfx942", "buffer", "global"), ("good gfx942", "global", "buffer")):
+        assert f"{word}_load_dwordx4" in made[name].assembly and f"{word}_store" in made[name].assembly
+        assert f"{other}_load" not in made[name].assembly
+    assert failures(made, "small gfx942") == set()
 
 
 def test_binary_says_how_to_launch_it(made: Mapping[str, Binary]) -> None:

@@ -158,7 +158,7 @@ def predict(request: Request, variant: Variant, facts: Facts) -> Prediction:
     rounds = -(-blocks // at_once)
     nbytes, flops = evaluate(kernel.bytes, names), evaluate(kernel.flops, names)
     loop = _Loop.of(kernel, variant, names)
-    in_flight = at_once * _in_flight_bytes(facts, variant, loop)
+    in_flight = min(at_once * _in_flight_bytes(facts, variant, loop), max(1, nbytes))
     bytes_per_us = arch.bandwidth_gb_per_s * 1e3
     reached = min(_REACHED, _UNIT_DRAWS * blocks / arch.units)
     return Prediction(
