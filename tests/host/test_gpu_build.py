@@ -346,6 +346,7 @@ def test_triton_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
+    loader.require_triton.cache_clear()
     with pytest.raises(MissingDependencyError) as error:
         compile_many([JOBS["good sm_90a"]], cache=Cache(tmp_path))
     assert error.value.hint == "pip install 'plait[gpu]'"

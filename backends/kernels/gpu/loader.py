@@ -57,8 +57,13 @@ def load(source: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
+@functools.cache
 def require_triton() -> str:
-    """The version of Triton that is installed, found without importing it."""
+    """The version of Triton that is installed, found without importing it.
+
+    Raises:
+        MissingDependencyError: `triton-missing`.
+    """
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
