@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FORMS = {"torch": "torch", "linalg": "linalg-on-tensors", "stablehlo": "stablehlo", "tosa": "tosa"}
 """What a module can be written as -> torch-mlir's name of it."""
 
+WHOLE = ("aten.linear", "aten.rms_norm", "aten.softmax.int", "aten.silu", "aten.gelu", "aten.einsum")
+"""Ops that are not taken apart where a module is written as torch ops."""
+
 _RESOURCE = re.compile(r'^ *([\w.]+): "0x[0-9A-F]{8}([0-9A-F]*)",?$', re.MULTILINE)
 
 
@@ -79,8 +82,9 @@ def mlir_text(module: torch.nn.Module, args: Sequence[Any], form: str) -> str:
                 program,
                 output_type=FORMS[form],
                 fx_importer=FxImporter(context=context),
-                # Written as torch ops, linear and rms_norm stay whole; the other forms know only what they are made of.
+                # The other forms know only what these are made of.
                 decomposition_table={} if form == "torch" else None,
+                backend_legal_ops=list(WHOLE) if form == "torch" else None,
                 func_name="main",
             )
         except (TorchMlirCompilerError, NotImplementedError, AssertionError, TypeError, KeyError) as err:

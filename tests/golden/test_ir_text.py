@@ -47,6 +47,19 @@ def quantised_module() -> ModuleOp:
     return module
 
 
+def opaque_module() -> ModuleOp:
+    """Two StableHLO programs, of 8 and 16 tokens."""
+    b = Builder("opaque", "float32")
+    b.block = 0
+    weights = {"w": ((3, 4), "float32"), "b": ((4,), "bfloat16")}
+    programs = ['module {\n  "eight"\n}', "module {}"]
+    return b.finish({"logits": b.opaque(weights, programs=programs, lengths=[8, 16], flops=[10, 20], vocabulary=7)})
+
+
+def test_opaque_module(golden: Golden) -> None:
+    golden("ir/opaque.mlir", print_module(opaque_module()))
+
+
 def test_quantised_module(golden: Golden) -> None:
     golden("ir/quantised.mlir", print_module(quantised_module()))
 
@@ -92,6 +105,7 @@ run_passes(FUSED, SLICE_PIPELINE)
 CUT = slice_modules(build(Shape(blocks=3)), [(0, 1), (1, 3)])[1]
 
 QUANTISED = quantised_module()
+OPAQUE = opaque_module()
 
 EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ("eps zero", ONE, r"eps = 1\.0*e-05", "eps = 0.0"),
@@ -234,6 +248,14 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ),
     ("a value used before it is made", ONE, r"plait\.rms_norm %3, %4 ", "plait.rms_norm %7, %4 "),
     ("a weight referred to twice", ONE, r'"model\.norm\.weight"', '"model.layers.0.input_layernorm.weight"'),
+    ("a program too few", OPAQUE, r', "module \{\}"\]', "]"),
+    ("an empty program", OPAQUE, r'"module \{\}"', '""'),
+    ("lengths that do not ascend", OPAQUE, r"8, 16", "16, 8"),
+    ("no programs at all", OPAQUE, r"\[.*\], lengths = array<i64: 8, 16>", "[], lengths = array<i64>"),
+    ("flops below zero", OPAQUE, r"10, 20", "10, -20"),
+    ("no vocabulary", OPAQUE, r"vocabulary = 7", "vocabulary = 0"),
+    ("an opaque op with KV of another kind", OPAQUE, r"kv<1x1xf32>", "kv<2x1xf32>"),
+    ("an opaque op without weights", OPAQUE, r"%1, %2, %3 (.*), tensor<3x4xf32>, tensor<4xbf16>\)", r"%1 \1)"),
     ("a block too far", CUT, r"block = 2", "block = 3"),
     ("the wrong first block", ONE, r"block = 0", "block = 1"),
     ("a block that comes back", CUT, r"(?s)(.*)block = 2", r"\1block = 1"),
