@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +15,17 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 from plait import artifact as artifacts
 from plait.backends.targets import is_emulated
+from plait.backends.weights import read_weights_json
 from plait.cost_models.host import memory_bytes
+from plait.cost_models.memory import KEEP_QUANTISED
 from plait.errors import FitError, UsageError, did_you_mean
 from plait.frontend.tokenizer import Tokenizer
+from plait.ir.numbers import NUMPY
 from plait.present import accelerators
 from plait.runtime.pipeline import Pipeline as TokenPipeline
 from plait.runtime.request import Request
 from plait.runtime.sampler import SamplingParams
-from plait.spec import Manifest, Plan
+from plait.spec import Manifest, ManifestSlice, Plan, parts
 from plait.words import bytes_text
 
 if TYPE_CHECKING:
@@ -193,7 +197,7 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
     if accelerators():
         return  # which slices they take is for the backends to say
     parts = [
-        (planned, planned.memory.weights_bytes + planned.memory.kv_bytes)
+        (planned, planned.memory.weights_bytes + planned.memory.kv_bytes + _dequantised_bytes(artifact, part))
         for planned, part in zip(artifact.plan.slices, artifact.manifest.slices, strict=True)
         if planned.memory is not None and (part.backend == "cpu" or is_emulated(part.runs_on))
     ]
@@ -211,6 +215,16 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
         hint="compile for fewer requests (--concurrency) or shorter ones (--context)",
         rows=tuple(rows),
     )
+
+
+def _dequantised_bytes(artifact: artifacts.Artifact, part: ManifestSlice) -> int:
+    """What a slice takes here beside what its device would take: the host dequantises weights."""
+    if part.backend not in KEEP_QUANTISED:
+        return 0
+    refs = read_weights_json(artifact.folder / part.folder / "weights.json").values()
+    stored = [ref for ref in refs if ref.scale is not None]
+    wide = sum(prod(ref.shape) for ref in stored) * NUMPY[part.dtype].itemsize
+    return wide - sum(piece.nbytes for ref in stored for piece in parts(ref))
 
 
 def _end(owner: int, pipeline: TokenPipeline, on_close: Callable[[], None] | None) -> None:

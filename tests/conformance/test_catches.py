@@ -15,6 +15,7 @@ from plait.backends.base import Backend, CompiledSlice, CompileOptions, Executab
 from plait.backends.conformance import cases, run_case
 from plait.backends.cpu import BACKEND as CPU
 from plait.backends.kernels import attention, step
+from plait.errors import CheckpointError
 
 CASES = {case.name: case for case in cases(("float32",))}
 
@@ -62,6 +63,7 @@ def _drop(attribute: str) -> Callable[[str], str]:
         (_set("theta", "1.000100e+04"), "op-rope-linear"),
         (_set("factor", "7.900000e+00"), "op-rope-llama3"),
         (_set("high_freq_factor", "3.900000e+00"), "model-window-and-full"),
+        (lambda text: text.replace('"tanh"', '"none"'), "op-gelu_mul-tanh"),
     ],
 )
 def test_a_dropped_attribute_fails(edit: Callable[[str], str], case: str, tmp_path: Path) -> None:
@@ -69,6 +71,33 @@ def test_a_dropped_attribute_fails(edit: Callable[[str], str], case: str, tmp_pa
     assert isinstance(bent, Backend)
     with pytest.raises(AssertionError, match="is off by"):
         run_case(CASES[case], bent, "cpu", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "case"),
+    [
+        ("zero 8", "zero 7", "quantised-linear-u4-group"),
+        (", zero 8", "", "quantised-linear-u4-group"),
+        ("block 32x48", "block 40x48", "quantised-linear-e4m3fn-block"),
+        ("per row", "per tensor", "quantised-linear-e4m3fn-row"),
+        ("f8E4M3FN,", "f8E4M3FNUZ,", "quantised-linear-e4m3fn-tensor"),
+    ],
+)
+def test_a_format_that_is_not_the_stored_one_is_refused(old: str, new: str, case: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="weight-format"):
+        run_case(CASES[case], Bent(lambda text: text.replace(old, new)), "cpu", tmp_path)
+
+
+def test_dropped_sinks_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = attention.Attention.__call__
+
+    def call(self: attention.Attention, step: Any, cache: Any, q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
+        return original(self, step, cache, q, k, v)
+
+    monkeypatch.setattr(attention.Attention, "__call__", call)
+    for case in ("attention-sinks-pages4", "attention-mqa8-window8-sinks-pages4", "attention-softcap-sinks-pages4"):
+        with pytest.raises(AssertionError, match="is off by"):
+            run_case(CASES[case], CPU, "cpu", tmp_path / case)
 
 
 @pytest.mark.parametrize("case", ["attention-window8-pages4", "attention-window1-pages4", "model-window-and-full"])

@@ -1,0 +1,82 @@
+"""The same FP8 checkpoint for every vendor: as it is stored, or dequantised, and said so. Against transformers on the
+weights that torch dequantises."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+import plait
+from plait.errors import FitError
+from tests.checkpoints import FP8_LAYOUTS, dequantised, random_ids, reference_logits, save, save_fp8
+
+#: XLA dequantises as the host does; it compiles long, so one layout is enough there.
+CASES = [(layout, device) for layout in FP8_LAYOUTS for device in ("h100", "mi300", "cpu")] + [("block", "v5e")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model, and each FP8 form of it."""
+    root = tmp_path_factory.mktemp("fp8")
+    source = save(root / "source", num_hidden_layers=2, head_dim=16)
+    return {"source": source, **{layout: save_fp8(root / layout, source, layout) for layout in FP8_LAYOUTS}}
+
+
+@pytest.mark.parametrize(("layout", "device"), CASES)
+def test_logits_are_those_of_the_dequantised_weights(
+    layout: str, device: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """In blocks whose last ones are cut short, in two slices, in one step and in chunks."""
+    ids = random_ids(24)
+    expected = reference_logits(dequantised(tmp_path / "wide", folders[layout]), ids)
+    limit = 1e-5 * np.abs(expected).max()
+    # What the quantisation itself changes is far beyond that limit.
+    assert np.abs(reference_logits(folders["source"], ids) - expected).max() > 1000 * limit
+    out = tmp_path / "m.plait"
+    plait.compile_artifact(folders[layout], f"2x{device}", output=out, layers=(1, 1))
+    if device in ("cpu", "v5e"):
+        report = json.loads(next(out.glob("slices/0-*/report.json")).read_text())
+        assert report["weights"] == "dequantised to float32"
+    with plait.open(out, in_process=True) as pipe:
+        assert np.abs(pipe.logits(ids) - expected).max() < limit
+        assert np.abs(pipe.logits(ids, chunk=7) - expected).max() < limit
+
+
+def test_scales_go_into_the_artifact_with_their_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    ids = random_ids(8)
+    out, away = tmp_path / "m.plait", tmp_path / "q"
+    shutil.copytree(folders["block"], away)
+    plait.compile_artifact(away, "2xcpu", output=out, layers=(1, 1), embed_weights=True)
+    expected = plait.open(out, in_process=True)
+    with expected as pipe:
+        first = pipe.logits(ids)
+    shutil.rmtree(away)
+    with plait.open(out, in_process=True) as pipe:
+        np.testing.assert_array_equal(pipe.logits(ids), first)
+    wide = reference_logits(dequantised(tmp_path / "wide", folders["block"]), ids)
+    assert np.abs(first - wide).max() < 1e-5 * np.abs(wide).max()
+
+
+def test_a_host_that_emulates_needs_room_for_the_dequantised_weights(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan counts what the device will hold, a quarter of that."""
+    out = tmp_path / "m.plait"
+    made = plait.compile_artifact(folders["tensor"], "h100", output=out)
+    memory = made.plan.slices[0].memory
+    assert memory is not None
+    matrices = sum(t.numel() for t in load_file(folders["tensor"] / "model.safetensors").values() if t.itemsize == 1)
+    scales = 4 * 14
+    needed = memory.weights_bytes + memory.kv_bytes + 4 * matrices - (matrices + scales)
+    for free, fits in ((needed - 1, False), (needed, True)):
+        monkeypatch.setattr("plait.text.memory_bytes", lambda free=free: (free, free))
+        if fits:
+            plait.open(out, in_process=True).close()
+        else:
+            with pytest.raises(FitError):
+                plait.open(out, in_process=True)
