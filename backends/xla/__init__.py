@@ -6,11 +6,14 @@ Importing this imports no JAX: loading a slice does.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from plait.backends.base import CompiledSlice, CompileOptions, Executable, LoadOptions
 from plait.backends.targets import arch_of, label
 from plait.spec import Capability, Support
+
+Attention = Literal["gather", "pallas"]
 
 if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
@@ -24,10 +27,16 @@ OPAQUE_FILES = "opaque-*.stablehlo"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@dataclass(frozen=True)
 class XlaBackend:
-    """`plait.backends.base.Backend`."""
+    """`plait.backends.base.Backend`.
 
-    name = "xla"
+    Attributes:
+        attention: `gather`, plain JAX; or `pallas`, JAX's ragged paged attention kernel, where a slice allows it.
+    """
+
+    attention: Attention = "gather"
+    name: ClassVar[str] = "xla"
 
     def capability(self, target: str, module: ModuleOp | None = None) -> Capability:
         from plait.backends.xla.emit import LOWERING
@@ -51,9 +60,9 @@ class XlaBackend:
         return LOWERING.supports(op)
 
     def compile(self, module: ModuleOp, target: str, options: CompileOptions) -> CompiledSlice:
-        """XLA compiles a shape when it first meets it, on the machine that runs it; the buckets bound how many."""
+        """Programs for the chip, made by libtpu here (`aot`), few shapes of them (`record`). Without device code a slice
+        has none: XLA compiles a shape when it first meets it, on the machine that runs it."""
         from plait.backends.kernels.lowering import dequantised
-        from plait.backends.xla.buckets import Buckets
         from plait.backends.xla.emit import LOWERING
         from plait.ir.module import ops
         from plait.ir.ops import OpaqueOp
@@ -63,11 +72,19 @@ class XlaBackend:
             LOWERING.emit(op)
         if (opaque := next((op for op in ops(module) if isinstance(op, OpaqueOp)), None)) is not None:
             return opaque_slice(opaque, arch)
-        shapes = [
-            f"{sequences}x{queries}" for sequences, queries in Buckets().grids(options.max_sequences, options.max_step_tokens)
-        ]
-        report = {"lowering": "JAX, one program per shape", "arch": arch, "shapes": shapes, **dequantised(module)}
-        return CompiledSlice(report=report)
+        if not options.device_code:
+            report = {"lowering": "JAX, a shape is compiled where it first runs", "arch": arch, **dequantised(module)}
+            return CompiledSlice(report=report)
+        from plait.backends.xla.aot import compile_slice
+
+        built = compile_slice(module, arch, options, self.attention)
+        about = {
+            "lowering": "JAX, programs for the chip by libtpu",
+            "arch": arch,
+            "group_size": options.group_size,
+            "attention": self.attention,
+        }
+        return CompiledSlice(files=built.files, report={**about, **built.report, **dequantised(module)})
 
     def load(self, folder: Path, device: str, options: LoadOptions) -> Executable:
         from plait.backends.xla.executable import XlaSlice

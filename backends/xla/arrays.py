@@ -18,9 +18,6 @@ from plait.backends.xla.program import Pool, Program, Weight
 from plait.backends.xla.split import AXIS, Split
 from plait.spec import WeightRef
 
-Sizes = Mapping[str, tuple[int, ...]]
-"""Shapes of the checkpoint's tensors by name."""
-
 _ALIGNMENT = 64
 """XLA takes a host array as it stands where it begins at a multiple of this, and copies it otherwise."""
 
@@ -29,8 +26,9 @@ def mesh_of(devices: list[Any]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,))
 
 
-def weight_shape(weight: Weight, split: Split, sizes: Sizes) -> tuple[int, ...]:
+def weight_shape(weight: Weight, program: Program) -> tuple[int, ...]:
     """Of the array over all chips; (layers, rows, inputs) of a scanned matrix."""
+    split, sizes = program.split, program.sizes
     copies = split.chips if split.axis(weight.key[0]) == 0 else 1
     rows = sum(split.rows_per_chip(name, sizes[name][0]) for name in weight.key) * copies
     return (*((len(weight.layers),) if weight.scanned else ()), rows, *sizes[weight.key[0]][1:])
@@ -49,6 +47,7 @@ def pool_shape(pool: Pool, split: Split, pages: int, page_tokens: int) -> tuple[
 
 
 POOL_SPEC = PartitionSpec(None, AXIS)
+"""A chip holds K and V of its heads."""
 
 
 def held_dtype(dtype: str, wide: bool) -> np.dtype[Any]:
@@ -56,14 +55,14 @@ def held_dtype(dtype: str, wide: bool) -> np.dtype[Any]:
     return np.dtype(np.float32) if wide else DTYPES[dtype]
 
 
-def arguments(program: Program, shape: Shape, pages: Mapping[str, int], sizes: Sizes, wide: bool) -> tuple[Any, ...]:
+def arguments(program: Program, shape: Shape, pages: Mapping[str, int], wide: bool) -> tuple[Any, ...]:
     """The arguments of `Program.trace` as shapes and dtypes."""
 
     def array(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)
 
     tokens, page_tokens, split = shape.tokens, program.page_tokens, program.split
-    weights = [array(weight_shape(w, split, sizes), held_dtype(w.dtype, wide)) for w in program.weights]
+    weights = [array(weight_shape(w, program), held_dtype(w.dtype, wide)) for w in program.weights]
     pools = [
         array(pool_shape(p, split, pages[p.kv_class], page_tokens), held_dtype(p.dtype, wide)) for p in program.pools
     ]
@@ -88,14 +87,13 @@ def function(program: Program, mesh: Mesh) -> Callable[..., Any]:
     """`Program.trace`, on every chip of the mesh with its part. Logits stay split by vocabulary: the host joins them."""
     if program.split.chips == 1:
         return program.trace
-    outputs = {name: PartitionSpec(None, AXIS) if logits else PartitionSpec() for name, (_, logits) in program.outputs.items()}
     weights, pools = specs(program)
     whole = PartitionSpec()
     return jax.shard_map(
         program.trace,
         mesh=mesh,
         in_specs=(weights, pools, whole, whole, whole, whole),
-        out_specs=(outputs, pools),
+        out_specs=(output_specs(program), pools),
         check_vma=False,
     )
 
@@ -105,13 +103,20 @@ def specs(program: Program) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
     return [weight_spec(weight, program.split) for weight in program.weights], [POOL_SPEC] * len(program.pools)
 
 
+def output_specs(program: Program) -> dict[str, PartitionSpec]:
+    """How outputs lie over the chips, by name."""
+    return {
+        name: PartitionSpec(None, AXIS) if is_logits else PartitionSpec()
+        for name, (_, is_logits) in program.outputs.items()
+    }
+
+
 def read(
-    weight: Weight, split: Split, refs: Mapping[str, WeightRef], root: Path | None, wide: bool
+    weight: Weight, program: Program, refs: Mapping[str, WeightRef], root: Path | None, wide: bool
 ) -> NDArray[np.generic]:
     """The array of a weight over all chips. Takes itself and one tensor of the checkpoint."""
-    shape = weight_shape(weight, split, {name: ref.shape for name, ref in refs.items()})
-    dtype = held_dtype(weight.dtype, wide)
-    array = _aligned(shape, dtype)
+    split = program.split
+    array = _aligned(weight_shape(weight, program), held_dtype(weight.dtype, wide))
     chips = split.chips if split.axis(weight.key[0]) == 0 else 1
     layers = array if weight.scanned else array[None]
     for layer, names in zip(layers, weight.layers, strict=True):

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from plait.backends.base import Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.lowering import check_weights, dequantised
 from plait.backends.weights import DTYPES, read_weights_json
-from plait.backends.xla.arrays import (
-    POOL_SPEC,
-    function,
-    held_dtype,
-    mesh_of,
-    pool_shape,
-    read,
-    sharding,
-    weight_spec,
-)
+from plait.backends.xla.arrays import function, held_dtype, mesh_of, pool_shape, read, sharding, specs
 from plait.backends.xla.buckets import Buckets, Grid, Shape, split
 from plait.backends.xla.emit import RopeTable
-from plait.backends.xla.loaded import LoadedPrograms
+from plait.backends.xla.loaded import find
 from plait.backends.xla.program import COMPILER_OPTIONS, Program
 from plait.backends.xla.split import split_module
 from plait.ir import kv_layouts, read_module
@@ -47,26 +38,22 @@ class XlaSlice:
         self.runs_on = runs_on
         self.kv_layouts: tuple[KVLayout, ...] = kv_layouts(module, options.page_tokens)
         self._wide = jax.default_backend() == "cpu"
-        self._loaded = loaded = LoadedPrograms.open(folder, options)
-        chips = loaded.chips
-        self._program = program = Program(module, options.page_tokens, split_module(module, chips))
-        self._mesh = mesh_of(jax.local_devices()[:chips])
-        self._buckets: Buckets = loaded.buckets
-        self._pages = loaded.pages(options.pages)
+        found = find(folder, options)
+        self._program = program = Program(module, options.page_tokens, split_module(module, found.chips))
+        self._mesh = mesh_of(jax.local_devices()[: found.chips])
+        self._buckets, self._pages, self._stale = found.buckets, found.pages(options.pages), found.stale
         refs = read_weights_json(folder / "weights.json")
         check_weights(module, refs)
         self._dequantised = dequantised(module)
-        formats = loaded.weight_formats(self._mesh) or [
-            sharding(self._mesh, weight_spec(weight, program.split)) for weight in program.weights
-        ]
         self._weights = [
-            jax.device_put(read(weight, program.split, refs, options.weight_root, self._wide), form)
-            for weight, form in zip(program.weights, formats, strict=True)
+            jax.device_put(read(weight, program, refs, options.weight_root, self._wide), place)
+            for weight, place in zip(program.weights, found.formats(program, self._mesh), strict=True)
         ]
+        self._programs = found.load(folder, program, self._mesh, self._wide)
         self._kv = [self._zeros(index) for index in range(len(program.pools))]
         self._place = {kv: (i, layer) for i, pool in enumerate(program.pools) for layer, kv in enumerate(pool.kv)}
         self._steps = 0
-        self._compiled: set[tuple[Shape, bool]] = set()
+        self._compiled: set[Shape] = set()
         # KV is donated: it is written in place.
         self._jitted = jax.jit(function(program, self._mesh), donate_argnums=1, compiler_options=COMPILER_OPTIONS)
 
@@ -108,8 +95,7 @@ class XlaSlice:
         }
 
     def close(self) -> None:
-        self._weights, self._kv = [], []
-        self._loaded.programs.clear()
+        self._weights, self._kv, self._programs = [], [], {}
 
     def _step(self, grid: Grid, batch: Batch, inputs: Mapping[str, Array], out: dict[str, Array]) -> None:
         """Run one grid and put its rows where they belong."""
@@ -140,11 +126,12 @@ class XlaSlice:
                 out[name][chosen] = values[grid.logit_rows] if every_row else values
 
     def _run(self, shape: Shape, *arguments: Any) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-        ready = self._loaded.programs.get(shape)
-        if ready is not None:
-            return ready(self._mesh, self._weights, self._kv, *arguments)
-        self._compiled.add((shape, arguments[-1] is None))
-        results: tuple[dict[str, jax.Array], list[jax.Array]] = self._jitted(self._weights, self._kv, *arguments)
+        shape = replace(shape, every_row=shape.every_row and self._program.has_logits)
+        run = self._programs.get(shape)
+        if run is None:
+            self._compiled.add(shape)
+        results: tuple[dict[str, jax.Array], list[jax.Array]]
+        results = (run or self._jitted)(self._weights, self._kv, *arguments)
         return results
 
     def _rows(self, layer: int, pages: Int32) -> NDArray[np.int64]:
@@ -158,8 +145,8 @@ class XlaSlice:
         program = self._program
         pool = program.pools[index]
         shape = pool_shape(pool, program.split, self._pages[pool.kv_class], program.page_tokens)
-        spec = POOL_SPEC if program.split.chips > 1 else PartitionSpec()
-        return jax.numpy.zeros(shape, held_dtype(pool.dtype, self._wide), device=sharding(self._mesh, spec))
+        place = sharding(self._mesh, specs(program)[1][index])
+        return jax.numpy.zeros(shape, held_dtype(pool.dtype, self._wide), device=place)
 
 
 def _empty(kind: Boundary, rows: int) -> Array:
