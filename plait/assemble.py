@@ -35,7 +35,18 @@ DEVICE_CODE = "PLAIT_DEVICE_CODE"
 
 def _options(plan: Plan) -> CompileOptions:
     """The bounds of a batch: as many sequences as the plan has memory for, since each takes a ring of every window."""
-    return CompileOptions(page_tokens=plan.page_tokens, max_sequences=plan.workload.concurrency)
+    return CompileOptions(
+        page_tokens=plan.page_tokens,
+        max_sequences=plan.workload.concurrency,
+        max_context_tokens=plan.workload.context_tokens,
+        max_kv_tokens=_kv_tokens(plan),
+    )
+
+
+def _kv_tokens(plan: Plan) -> int:
+    """Tokens that the KV pages of a full layer hold: every request of the workload at its longest."""
+    pages = -(-plan.workload.context_tokens // plan.page_tokens)
+    return plan.workload.concurrency * pages * plan.page_tokens
 
 
 def _wants_device_code() -> bool:
@@ -217,7 +228,6 @@ def _manifest(planned: Planned, slices: Sequence[ManifestSlice], module_text: st
     vocabulary = slices[-1].outputs[0].shape[-1]
     assert vocabulary is not None
     assert plan.prediction is not None
-    pages = -(-plan.workload.context_tokens // plan.page_tokens)
     return Manifest(
         model=checkpoint.name,
         family=checkpoint.family,
@@ -228,7 +238,7 @@ def _manifest(planned: Planned, slices: Sequence[ManifestSlice], module_text: st
         page_tokens=plan.page_tokens,
         max_sequences=options.max_sequences,
         max_step_tokens=options.max_step_tokens,
-        max_kv_tokens=plan.workload.concurrency * pages * plan.page_tokens,
+        max_kv_tokens=_kv_tokens(plan),
         plan_digest=digest(plan),
         module_digest=digest(module_text),
         slices=tuple(slices),

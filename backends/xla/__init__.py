@@ -73,14 +73,15 @@ class XlaBackend:
         if (opaque := next((op for op in ops(module) if isinstance(op, OpaqueOp)), None)) is not None:
             return opaque_slice(opaque, arch)
         if not options.device_code:
-            report = {"lowering": "JAX, a shape is compiled where it first runs", "arch": arch, **dequantised(module)}
-            return CompiledSlice(report=report)
+            how = {"lowering": "JAX, a shape is compiled where it first runs", "arch": arch, "device_code": False}
+            return CompiledSlice(report={**how, **dequantised(module)})
         from plait.backends.xla.aot import compile_slice
 
         built = compile_slice(module, arch, options, self.attention)
         about = {
             "lowering": "JAX, programs for the chip by libtpu",
             "arch": arch,
+            "device_code": True,
             "group_size": options.group_size,
             "attention": self.attention,
         }
