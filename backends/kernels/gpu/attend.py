@@ -114,18 +114,19 @@ _WAVES = _Shapes(
     decode=((64, 4, 1), (32, 4, 1), (32, 4, 2), (64, 4, 2)),
     prefill=((128, 64, 4, 1), (128, 32, 4, 2), (64, 32, 4, 1), (128, 64, 8, 1)),
 )
-#: By how an architecture's best matrix instruction starts. Those of AMD are each wave's own, like mma.sync.
+_HALF_WAVES = _Shapes(decode=((32, 4, 1), (16, 4, 1)), prefill=((64, 32, 8, 1), (64, 16, 4, 1)))
+#: By how an architecture's best matrix instruction starts.
 _SHAPES = {
     "tcgen05.mma": _WARP_GROUPS,
     "wgmma.mma_async": _WARP_GROUPS,
     "mma.sync": _WARPS,
     "v_mfma_": _WAVES,
-    "v_wmma_": _WAVES,
+    "v_wmma_": _HALF_WAVES,
 }
-#: float32 products keep their operands in registers on NVIDIA: small tiles, many threads.
+#: float32 is multiplied by v_mfma alone. Elsewhere the operands stay in registers: small tiles, many threads.
 _FLOAT32 = {
-    "nvidia": _Shapes(decode=((32, 8, 2), (16, 4, 2)), prefill=((32, 16, 8, 2), (16, 16, 4, 2))),
-    "amd": _Shapes(decode=((32, 4, 1),), prefill=((64, 32, 4, 1), (32, 32, 4, 1))),
+    True: _Shapes(decode=((32, 4, 1),), prefill=((64, 32, 4, 1), (32, 32, 4, 1))),
+    False: _Shapes(decode=((32, 8, 2), (16, 4, 2)), prefill=((32, 16, 8, 2), (16, 16, 4, 2))),
 }
 #: Heads wider than that have half as many keys in a block for every doubling.
 _HEAD_DIM = 128
@@ -137,7 +138,7 @@ def candidates(
     """Tiles worth compiling. They are the same for any number of rows: see SPLIT_KEYS."""
     if kernel is ATTENTION_COMBINE:
         return (Tile({}, num_warps=4), Tile({}, num_warps=2))
-    shapes = _FLOAT32[arch.vendor] if types["q"] == "fp32" else _SHAPES[arch.matrix[0]]
+    shapes = _FLOAT32[arch.matrix[0] == "v_mfma_"] if types["q"] == "fp32" else _SHAPES[arch.matrix[0]]
     wide = -(-int(constants["HEAD_DIM"]) // _HEAD_DIM)
     if kernel is ATTENTION_DECODE:
         found = [

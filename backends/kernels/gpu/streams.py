@@ -190,7 +190,7 @@ def candidates(
         return tuple(Tile({}, num_warps=count) for count in sorted(warps, reverse=True))
     if kernel in (ROPE, ROPE_WRITE):
         return _head_tiles(constants, lanes)
-    shapes = ((16, 4), (16, 8), (8, 2)) if kernel is ARGMAX else ((4, 1), (1, 1), (4, 2), (8, 2))
+    shapes = ((16, 4), (16, 2), (8, 2)) if kernel is ARGMAX else ((4, 1), (1, 1), (4, 2), (8, 2))
     return tuple(Tile({"BLOCK": lanes * warps * loads}, num_warps=warps) for warps, loads in shapes)
 
 

@@ -10,22 +10,11 @@ import triton.language as tl
 
 
 @triton.jit
-def largest(kind: tl.constexpr):
-    """The largest finite value of an fp8 type."""
-    if kind == tl.float8e4nv:
-        return 448.0
-    if kind == tl.float8e4b8:
-        return 240.0
-    tl.static_assert(kind == tl.float8e5)
-    return 57344.0
-
-
-@triton.jit
 def store_as(pointers, value, divide, mask):
     """Store values of the model's type. fp8 holds the quotient, clamped: chips differ in what they make of more."""
     kind: tl.constexpr = pointers.dtype.element_ty
     if kind.primitive_bitwidth == 8:
-        limit = largest(kind)
+        limit = 448.0 if kind == tl.float8e4nv else 240.0 if kind == tl.float8e4b8 else 57344.0
         value = tl.minimum(tl.maximum(value.to(tl.float32) / divide, -limit), limit)
     tl.store(pointers, value.to(kind), mask=mask)
 
