@@ -73,7 +73,7 @@ class GpuBackend:
         from plait.backends.kernels.gpu.pick import make
         from plait.backends.kernels.gpu.report import rows
 
-        made = make(module, target, arch_named(arch), options, options.progress)
+        made = make(module, target, arch_named(arch), options)
         report = {
             "arch": arch,
             "lowering": "launch plan",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xdsl.dialects.builtin import ModuleOp
@@ -17,7 +17,7 @@ from xdsl.dialects.builtin import ModuleOp
 from plait.backends.base import CompileOptions
 from plait.backends.kernels.gpu import table
 from plait.backends.kernels.gpu.archs import Arch
-from plait.backends.kernels.gpu.choose import Choice, Request, choose_many
+from plait.backends.kernels.gpu.choose import Candidates, Choice, Request, choose_many
 from plait.backends.kernels.gpu.draft import Need, Pick, Picked, Scalars
 from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.kernel import Tile
@@ -67,7 +67,7 @@ class Made:
 
 
 def make(
-    module: ModuleOp, target: str, arch: Arch, options: CompileOptions, progress: Callable[[int, int, str], None]
+    module: ModuleOp, target: str, arch: Arch, options: CompileOptions, candidates: Candidates = table.candidates
 ) -> Made:
     """Lower a slice, compile its kernels, and choose among them.
 
@@ -85,7 +85,8 @@ def make(
 
     lower(module, target, arch, options, learn)
     asked = [(key, most, _request(need, arch, rows)) for key, need in needs.items() for rows, most in _buckets(need)]
-    answers = choose_many([request for _, _, request in asked], progress=progress)
+    requests = [request for _, _, request in asked]
+    answers = choose_many(requests, candidates=candidates, progress=options.progress)
     chosen: dict[str, list[tuple[Binary, int | None]]] = {key: [] for key in needs}
     files, choices, uses = dict[str, bytes](), list[tuple[str, int | None, Choice]](), Counter[str]()
     for (key, most, _), choice in zip(asked, answers, strict=True):
