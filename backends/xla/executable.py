@@ -88,9 +88,10 @@ class XlaSlice:
         return {
             "steps": self._steps,
             "compiled_shapes": len(self._compiled),
-            "loaded_programs": len(self._loaded.programs),
+            "loaded_programs": len(self._programs),
             "weight_bytes": sum(weight.nbytes for weight in self._weights),
             "kv_bytes": sum(pool.nbytes for pool in self._kv),
+            **({"programs_unused": self._stale} if self._stale else {}),
             **self._dequantised,
         }
 
