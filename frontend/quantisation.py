@@ -70,7 +70,7 @@ def read_quantisation(reader: ConfigReader) -> Quantisation | None:
     if not isinstance(data, dict):
         raise CheckpointError("config-type", f"{source} is {data!r:.100}, expected an object")
     method = data.get("quant_method")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise UnsupportedError(
             "config-value",
             f"{reader.source}: 'quantization_config' is method {method!r:.100}, which is not implemented",
@@ -261,7 +261,7 @@ _GROUP_FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 #: Method -> reader, keys without effect with the reason, keys with the values that are implemented.
-_METHODS: dict[Any, tuple[Callable[[ConfigReader], Quantisation], Mapping[str, str], Mapping[str, tuple[Any, ...]]]] = {
+_METHODS: dict[str, tuple[Callable[[ConfigReader], Quantisation], Mapping[str, str], Mapping[str, tuple[Any, ...]]]] = {
     "fp8": (
         _fp8,
         {"dequantize": "how transformers holds them", "scale_fmt": "of activations; that of weights is stored"},

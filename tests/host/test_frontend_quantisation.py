@@ -200,6 +200,7 @@ GROUP = ("config_groups", "group_0")
     [
         ("block", ("quant_method",), "gptq", "gptq"),
         ("block", ("quant_method",), None, "None"),
+        ("block", ("quant_method",), ["fp8"], "['fp8']"),
         ("block", ("activation_scheme",), "sometimes", "activation_scheme"),
         ("block", ("fmt",), "e5m2", "fmt"),
         ("block", ("weight_block_size",), [128], "weight_block_size"),
