@@ -43,8 +43,11 @@ def test_every_op_makes_the_trip() -> None:
     plain, fused, b = build(Shape(bias=True)), build(Shape(bias=True)), Builder("m", "float32")
     run_passes(fused, SLICE_PIPELINE)
     x = b.embed("table", 4, 8)
-    gelu = b.finish({"y": b.gelu_mul(x, x)})
-    seen = {type(op) for module in (plain, fused, gelu) for op in ops(check_round_trip(module))}
+    gelu, b = b.finish({"y": b.gelu_mul(x, x)}), Builder("m", "float32")
+    b.block = 0
+    program = {"programs": ["module {}"], "lengths": [8], "flops": [1], "vocabulary": 7}
+    opaque = b.finish({"logits": b.opaque({"w": ((3, 4), "float32")}, **program)})
+    seen = {type(op) for module in (plain, fused, gelu, opaque) for op in ops(check_round_trip(module))}
     assert seen == set(OPS)
 
 
