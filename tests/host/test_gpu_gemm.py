@@ -19,6 +19,7 @@ from plait.backends.kernels.gpu.gemm import even_k
 from plait.backends.kernels.gpu.interpret import NUMPY_TYPES, run
 from plait.backends.kernels.gpu.kernel import Constant, Tile, Variant
 from plait.backends.kernels.gpu.table import KERNELS
+from plait.errors import PlaitError
 
 Floats = NDArray[np.float64]
 
@@ -324,6 +325,18 @@ def test_fp8_weights(rng: np.random.Generator, flavour: str, dtype: str, layout:
     if layout[1]:
         exact = f64((w.astype(np.float32) * scale.astype(np.float32)).astype(NUMPY_TYPES[dtype]))
     launch.check(got, exact)
+
+
+def test_a_step_over_two_scales_is_refused(rng: np.random.Generator) -> None:
+    launch = Run(rng, "bf16", Sizes(5, 50, 200))
+    scale, _ = _blocks(rng, (32, 48), 50, 200)
+
+    with pytest.raises(PlaitError, match="one scale along K"):
+        launch.go(
+            "gemm_fp8",
+            {"w": ("fp8e4nv", _codes(rng, 50, 200, "fp8e4nv")), "scale": ("fp32", scale)},
+            {"SCALE_N": 32, "SCALE_K": 48},
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -75,6 +75,7 @@ def integers(
     # One scale per row is one group of a row, whatever K.
     per_row = tl.cdiv(K, GROUP) if GROUP else 1
     span: tl.constexpr = GROUP if GROUP else BLOCK_K
+    tl.static_assert(span % BLOCK_K == 0 or BLOCK_K % span == 0, "a step is whole groups, or a part of one")
     scale_row = scales + column.to(tl.int64) * per_row + n * per_row
     zero_row = zeros + column.to(tl.int64) * per_row + n * per_row
     next_scale = load_scales(scale_row, 0, K, span, BLOCK_K)
@@ -230,6 +231,7 @@ def gemm_fp8(
     k = tl.arange(0, BLOCK_K)[None, :]
     x_tile = x + row.to(tl.int64) * x_stride + within(row, rows, BLOCK_M)[:, None] * x_stride + k
     w_tile = w + column.to(tl.int64) * K + n[:, None] * K + k
+    tl.static_assert(SCALE_K % BLOCK_K == 0, "a step has one scale along K")
     ALIKE: tl.constexpr = SCALE_N % BLOCK_N == 0  # the rows of a tile share their scales
     scales = weight_scales(scale, column, n, K, SCALE_N, SCALE_K, BLOCK_N)
     next_scale = tl.load(scales)
@@ -286,6 +288,7 @@ def gemm_fp8_fp8(
     k = tl.arange(0, BLOCK_K)[None, :]
     x_tile = x + row.to(tl.int64) * x_stride + m[:, None] * x_stride + k
     w_tile = w + column.to(tl.int64) * K + n[:, None] * K + k
+    tl.static_assert(SCALE_K % BLOCK_K == 0 and X_GROUP % BLOCK_K == 0, "a step has one scale along K")
     ALIKE: tl.constexpr = SCALE_N % BLOCK_N == 0  # the rows of a tile share their scales
     x_scales = x_scale + row.to(tl.int64) * (tl.cdiv(K, X_GROUP) if X_GROUP else 1)
     x_scales += m * (tl.cdiv(K, X_GROUP) if X_GROUP else 1)
