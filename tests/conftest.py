@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 import pytest
 
@@ -12,6 +14,13 @@ Tests of the code itself ask for it."""
 
 SLOW_STEP = 8
 """Without `-m`, every eighth slow test runs: CI sees each kind of them without paying for all."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled kernels are shared by the tests of one run, and by nothing else unless PLAIT_CACHE says where."""
+    if "PLAIT_CACHE" not in os.environ:
+        folder = os.environ["PLAIT_CACHE"] = tempfile.mkdtemp(prefix="plait-kernels-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -73,7 +73,11 @@ class GpuBackend:
         from plait.backends.kernels.gpu.pick import make
         from plait.backends.kernels.gpu.report import rows
 
-        made = make(module, target, arch_named(arch), options)
+        try:
+            made = make(module, target, arch_named(arch), options)
+        except MissingDependencyError as error:
+            error.hint += "; or go without machine code: --no-device-code"
+            raise
         report = {
             "arch": arch,
             "lowering": "launch plan",

@@ -100,7 +100,10 @@ class LaunchSlice:
     def close(self) -> None:
         self._programs.cache_clear()
         self._graphs.clear()
+        self._weights.clear()
+        self._pages.clear()
         self._functions = []
+        self._arena = self._facts = self._device.allocate(0)
         self._device.close()
 
     def memory(self, name: str) -> Region:

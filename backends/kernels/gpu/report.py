@@ -5,7 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from plait.backends.kernels.gpu.archs import Arch
+from plait.backends.kernels.gpu.build import compile_variant
+from plait.backends.kernels.gpu.choose import Choice
+from plait.backends.kernels.gpu.facts import expectations
+from plait.backends.kernels.gpu.launch import Binary
 from plait.backends.kernels.gpu.pick import Made
+from plait.backends.kernels.gpu.table import KERNELS
+
+#: What every binary is checked for; see `plait.backends.kernels.gpu.facts`.
+_CHECKS = ("arch", "spills", "shared-memory", "registers", "occupancy", "arguments")
+
+
+def assembly(binary: Binary, arch: str) -> str:
+    """PTX, or AMD's assembly, of a plan's binary: from the cache, or made again. Raises as `build.compile_variant`."""
+    return compile_variant(KERNELS[binary.kernel], binary.variant, arch).assembly
+
+
+def _checks(choice: Choice, arch: Arch) -> dict[str, Any]:
+    """What a binary was checked for, and what of it is not so."""
+    variant = choice.variant
+    expected = expectations(KERNELS[variant.kernel], variant, arch)
+    asked = {"matrix": expected.matrix, "matrix-type": expected.matrix_type, "narrow-loads": expected.load_bytes}
+    names = (*_CHECKS, *(name for name, wanted in asked.items() if wanted))
+    failed = {failure.name: failure.why for failure in choice.failures}
+    return {"passed": [name for name in names if name not in failed], "failed": failed}
 
 
 def rows(made: Made, arch: Arch) -> list[dict[str, Any]]:
@@ -40,7 +63,7 @@ def rows(made: Made, arch: Arch) -> list[dict[str, Any]]:
                 "predicted_us": round(prediction.total_us, 2),
                 "bound_by": prediction.bound_by,
                 "why": choice.reason,
-                "checks": {"failed": [{"name": f.name, "why": f.why} for f in choice.failures]},
+                "checks": _checks(choice, arch),
             }
         )
     return found
