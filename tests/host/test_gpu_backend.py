@@ -36,13 +36,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         double = Double(archs)
         monkeypatch.setitem(here._DRIVERS, driver, (sys.executable,))
         monkeypatch.setitem(sys.modules, "cupy", double)
-        found = importlib.util.find_spec
-        fake = {"cupy": object() if cupy else None}
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: fake.get(name) or (name != "cupy" and found(name))
-        )
-        if not cupy:
-            monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cupy" else found(name))
+        found, there = importlib.util.find_spec, object() if cupy else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "cupy" else found(name))
         return double
 
     monkeypatch.delenv(here.EMULATE, raising=False)
