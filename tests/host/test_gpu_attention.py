@@ -260,7 +260,7 @@ def test_head_dims(head_dim: int, dtype: str) -> None:
 @pytest.mark.parametrize("kv_dtype", ["fp8e4nv", "fp8e4b8", "fp8e5"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_fp8_pages(dtype: str, kv_dtype: str) -> None:
-    check(attend(Case(SHORT, dtype, kv_dtype, window=24, k_scale=0.75, v_scale=2.5)))
+    check(attend(Case(SHORT, dtype, kv_dtype, window=60, k_scale=0.75, v_scale=2.5)))
 
 
 @pytest.mark.slow
@@ -277,6 +277,16 @@ def test_everything(dtype: str, kv_dtype: str, head_dim: int, group: int, attrib
 @pytest.mark.parametrize("page_tokens", [1, 8, 24, 64])
 def test_blocks_of_keys_and_pages_in_any_relation(page_tokens: int, block_keys: int) -> None:
     check(attend(Case(((70, 1), (100, 7)), page_tokens=page_tokens, window=50), block_keys))
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_every_place_of_a_chunk_in_its_blocks(window: int, block_m: int) -> None:
+    """Chunks of all lengths up to a block of 16 keys and some more, behind as many keys."""
+    lens = tuple((old + new, new) for new in range(1, 20) for old in (40 + new, 23 - new))
+    data = Data(Case(lens, heads=2, kv_heads=1, head_dim=16, window=window))
+    prefill(data, list(range(len(lens))), block_m=block_m)
+    check(data)
 
 
 @pytest.mark.parametrize("window", [0, 16, 100])
