@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,16 +13,17 @@ from hypothesis import strategies as st
 from xdsl.dialects.builtin import StringAttr
 
 from plait.backends.base import CompileOptions
-from plait.backends.conformance.models import MODELS, Attention, Model, op
+from plait.backends.conformance.models import MODELS, QUANTISED, Attention, Model, op
 from plait.backends.kernels.gpu import arena
 from plait.backends.kernels.gpu.archs import ARCHS
 from plait.backends.kernels.gpu.launch import ALIGNMENT, Activation, LaunchPlan
 from plait.backends.kernels.gpu.lower import LOWERING
+from plait.backends.kernels.gpu.report import held
 from plait.backends.kernels.gpu.table import KERNELS
 from plait.errors import UnsupportedError, UserError
 from plait.ir.module import ops
-from plait.ir.ops import OpaqueOp
-from plait.ir.ops import OPS
+from plait.ir.ops import OPS, OpaqueOp
+from plait.ir.types import QuantType
 from plait.spec import from_json, to_json
 from tests.host.gpu_slices import SMALL, module, plan
 
@@ -247,3 +249,36 @@ def test_archs_get_their_own_tiles() -> None:
     tiles = {arch: plan(made, f"x:{arch}").binaries for arch in ("sm_90a", "gfx942")}
     assert tiles["sm_90a"] != tiles["gfx942"]
     assert ARCHS["gfx942"].warp == 64
+
+
+@pytest.mark.parametrize(
+    ("arch", "format", "said"),
+    [
+        ("sm_90a", "e4m3fn-row", "1 kept as they are stored"),
+        ("gfx942", "e4m3fn-row", "1 kept as they are stored"),
+        ("sm_80", "e4m3fn-row", "1 of !plait.quant<f8E4M3FN, scale bf16 per row> dequantised when they are loaded"),
+        ("sm_90a", "u4-min", "1 of !plait.quant<ui4, scale f16 group 32, min f16> dequantised when they are loaded"),
+    ],
+)
+def test_a_report_says_how_quantised_weights_are_held(arch: str, format: str, said: str) -> None:
+    made = module(QUANTISED[f"linear-{format}"], "bfloat16")
+    launches = plan(made, f"x:{arch}")
+    assert held(launches, made) == {"weights": said}
+    codes = [weight for weight in launches.weights.values() if weight.part == "codes"]
+    assert [weight.dtype for weight in codes] == (["e4m3fnuz" if arch == "gfx942" else "e4m3fn"] if codes else [])
+    assert held(plan(module(SMALL)), module(SMALL)) == {}
+
+
+def test_stacks_end_where_a_block_would_reach_over() -> None:
+    """Of three matrices in blocks of 32 rows: 80 rows are not whole blocks."""
+    kind = QuantType.get("e4m3fn", "float32", (32, 32))
+
+    def build(rows: int) -> Any:
+        return op(lambda b, x: _three(b, x("x", 64), rows), dict.fromkeys(("a.w", "b.w", "c.w"), kind))
+
+    assert _kernels(plan(module(build(64), "bfloat16"))) == ["embed", "gemm_fp8"]
+    assert _kernels(plan(module(build(80), "bfloat16"))) == ["embed", "gemm_fp8", "gemm_fp8", "gemm_fp8"]
+
+
+def _three(b: Any, x: Any, rows: int) -> Any:
+    return {name: b.linear(x, f"{name}.w", rows) for name in "abc"}

@@ -71,7 +71,7 @@ class GpuBackend:
             return CompiledSlice(report={"arch": arch, "lowering": how, "device_code": False, **dequantised(module)})
         from plait.backends.kernels.gpu.build import arch_named
         from plait.backends.kernels.gpu.pick import make
-        from plait.backends.kernels.gpu.report import rows
+        from plait.backends.kernels.gpu.report import held, rows
 
         try:
             made = make(module, target, arch_named(arch), options)
@@ -86,6 +86,7 @@ class GpuBackend:
             "arena_bytes": made.plan.arena_bytes,
             "weight_bytes": sum(weight.nbytes for weight in made.plan.weights.values()),
             "kernels": rows(made, arch_named(arch)),
+            **held(made.plan, module),
         }
         return CompiledSlice({PLAN: (to_json(made.plan, indent=1) + "\n").encode(), **made.files}, report)
 
