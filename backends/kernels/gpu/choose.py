@@ -59,7 +59,8 @@ class Request:
 
     Attributes:
         rows: the launches have at most so many rows; None: any number.
-        names: values of `i32` scalars and batch symbols, of the launch whose time is predicted.
+        names: values of `i32` scalars and batch symbols, of the launch whose time is predicted. Text is an expression:
+            what depends on the tile.
     """
 
     kernel: Kernel
@@ -67,7 +68,7 @@ class Request:
     constants: Mapping[str, Constant]
     arch: str
     rows: int | None
-    names: Mapping[str, int]
+    names: Mapping[str, int | str]
     aligned: frozenset[str] = field(default=frozenset())
     small: frozenset[str] = field(default=frozenset())
 
@@ -238,7 +239,9 @@ def _share(arch: Arch, facts: Facts, tile: Mapping[str, int]) -> float:
 def _names(request: Request, variant: Variant) -> dict[str, int]:
     sizes = {f"{name}_bytes": ELEMENT_BITS[kind] // 8 for name, kind in variant.types.items()}
     settled = {**variant.constants, **variant.tile.constants}
-    return {**sizes, **{n: int(v) for n, v in settled.items() if isinstance(v, int)}, **request.names}
+    known = {**sizes, **{n: int(v) for n, v in settled.items() if isinstance(v, int)}}
+    known |= {name: value for name, value in request.names.items() if isinstance(value, int)}
+    return known | {name: evaluate(text, known) for name, text in request.names.items() if isinstance(text, str)}
 
 
 @dataclass(frozen=True)

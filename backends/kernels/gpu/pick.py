@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from xdsl.dialects.builtin import ModuleOp
 
 from plait.backends.base import CompileOptions
-from plait.backends.kernels.gpu import table
+from plait.backends.kernels.gpu import build, table
 from plait.backends.kernels.gpu.archs import Arch
 from plait.backends.kernels.gpu.choose import Candidates, Choice, Request, choose_many
 from plait.backends.kernels.gpu.draft import Need, Pick, Picked, Scalars
 from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.kernel import Tile
-from plait.backends.kernels.gpu.launch import Binary, LaunchPlan
+from plait.backends.kernels.gpu.launch import Binary, LaunchPlan, Step
 from plait.backends.kernels.gpu.lower import lower
 
 #: Products have one binary for so many rows and fewer each, and one for more.
 BUCKETS = (16, 64)
 
-#: What a launch is predicted for, beside its rows: keys of a sequence, and tokens of a prefill tile.
-_KEYS, _TILE_TOKENS = 2048, 32
+#: What a launch is predicted for, beside its rows: keys of a sequence.
+_KEYS = 2048
 
 
 def first(arch: Arch) -> Pick:
@@ -59,11 +59,41 @@ class Use:
 
 @dataclass(frozen=True)
 class Made:
-    """A plan with its code: `files` by name, and why each binary is what it is."""
+    """A plan with its code, by file, and why each binary is what it is."""
 
     plan: LaunchPlan
-    files: Mapping[str, bytes]
+    code: Mapping[str, build.Binary]
     choices: Sequence[tuple[Use, Choice]]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return {name: binary.code for name, binary in self.code.items()}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A tile to be chosen: what a launch needs, and the rows it is launched with (None: any number)."""
+
+    need: Need
+    most: int | None
+    request: Request
+
+    @property
+    def key(self) -> str:
+        return _key(self.need)
+
+
+def asked(module: ModuleOp, target: str, arch: Arch, options: CompileOptions) -> list[Asked]:
+    """Every tile that a slice's plan asks for. Raises UnsupportedError, naming the op and the attribute."""
+    needs: dict[str, Need] = {}
+    placeholder = first(arch)
+
+    def learn(need: Need) -> Picked:
+        needs.setdefault(_key(need), need)
+        return placeholder(need)
+
+    lower(module, target, arch, options, learn)
+    return [Asked(need, most, _request(need, arch, rows)) for need in needs.values() for rows, most in _buckets(need)]
 
 
 def make(
@@ -76,36 +106,25 @@ def make(
         MissingDependencyError: `triton-missing`.
         BuildError, BinaryError: a fault of ours.
     """
-    needs: dict[str, Need] = {}
-    placeholder = first(arch)
-
-    def learn(need: Need) -> Picked:
-        needs.setdefault(_key(need), need)
-        return placeholder(need)
-
-    lower(module, target, arch, options, learn)
-    asked = [(key, most, _request(need, arch, rows)) for key, need in needs.items() for rows, most in _buckets(need)]
-    requests = [request for _, _, request in asked]
-    answers = choose_many(requests, candidates=candidates, progress=options.progress)
-    chosen: dict[str, list[tuple[Binary, int | None]]] = {key: [] for key in needs}
-    files, choices, uses = dict[str, bytes](), list[tuple[str, int | None, Choice]](), Counter[str]()
-    for (key, most, _), choice in zip(asked, answers, strict=True):
-        binary = _coded(needs[key].binary(choice.variant.tile), choice)
-        files[binary.file] = choice.binary.code
-        chosen[key].append((binary, most))
-        choices.append((key, most, choice))
-    ops: dict[str, str] = {}
-
-    def pick(need: Need) -> Picked:
-        return chosen[_key(need)]
-
-    plan = lower(module, target, arch, options, pick)
+    wanted = asked(module, target, arch, options)
+    answers = choose_many([item.request for item in wanted], candidates=candidates, progress=options.progress)
+    chosen: dict[str, list[tuple[Binary, int | None]]] = {item.key: [] for item in wanted}
+    code = dict[str, build.Binary]()
+    for item, choice in zip(wanted, answers, strict=True):
+        binary = coded(item.need.binary(choice.variant.tile), choice.binary)
+        code[binary.file] = choice.binary
+        chosen[item.key].append((binary, item.most))
+    plan = lower(module, target, arch, options, lambda need: chosen[_key(need)])
+    ops, uses = dict[str, str](), Counter[str]()
     for step in plan.steps:
-        key = _key_of(plan.binaries[step.choices[0].binary], step.scalars)
+        key = key_of(plan, step)
         uses[key] += 1
         ops.setdefault(key, step.op)
-    made = [(Use(ops[key], uses[key], most, _sizes(needs[key])), choice) for key, most, choice in choices]
-    return Made(plan, files, made)
+    choices = [
+        (Use(ops[item.key], uses[item.key], item.most, _sizes(item.need)), choice)
+        for item, choice in zip(wanted, answers, strict=True)
+    ]
+    return Made(plan, code, choices)
 
 
 def _buckets(need: Need) -> Iterator[tuple[int | None, int | None]]:
@@ -133,13 +152,13 @@ def _request(need: Need, arch: Arch, rows: int | None) -> Request:
     )
 
 
-def _names(need: Need, rows: int) -> dict[str, int]:
+def _names(need: Need, rows: int) -> dict[str, int | str]:
     """A launch of so many rows; of attention, of so many decode sequences, or of one prompt."""
-    symbols = dict.fromkeys("TSDAR", rows) | {"L": _KEYS, "W": _KEYS, "P": -(-rows // _TILE_TOKENS)}
-    scalars = {
-        name: evaluate(str(need.scalars[name]), symbols) for name, kind in need.kernel.scalars.items() if kind == "i32"
-    }
-    return symbols | scalars
+    symbols = dict.fromkeys("TSDAR", rows) | {"L": _KEYS, "W": _KEYS}
+    integers = (name for name, kind in need.kernel.scalars.items() if kind == "i32")
+    scalars = {name: evaluate(str(need.scalars[name]), symbols) for name in integers}
+    tiles = {"P": "cdiv(T, BLOCK_M // GROUP)"} if "tiles" in need.kernel.pointers else {}
+    return {**symbols, **scalars, **tiles}
 
 
 def _sizes(need: Need) -> dict[str, int]:
@@ -147,9 +166,8 @@ def _sizes(need: Need) -> dict[str, int]:
     return {name: value for name, value in need.scalars.items() if isinstance(value, int) and "stride" not in name}
 
 
-def _coded(binary: Binary, choice: Choice) -> Binary:
+def coded(binary: Binary, made: build.Binary) -> Binary:
     """With the code that was made; equal code is one file."""
-    made = choice.binary
     digest = hashlib.sha256(made.code).hexdigest()[:16]
     return replace(
         binary,
@@ -158,6 +176,11 @@ def _coded(binary: Binary, choice: Choice) -> Binary:
         threads=made.threads,
         shared_bytes=made.shared_bytes,
     )
+
+
+def key_of(plan: LaunchPlan, step: Step) -> str:
+    """`Asked.key` of what a step launches."""
+    return _key_of(plan.binaries[step.choices[0].binary], step.scalars)
 
 
 def _key(need: Need) -> str:
