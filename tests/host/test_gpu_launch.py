@@ -16,9 +16,9 @@ from plait.backends.base import CompileOptions
 from plait.backends.conformance.models import MODELS, QUANTISED, Attention, Model, op
 from plait.backends.kernels.gpu import arena
 from plait.backends.kernels.gpu.archs import ARCHS
+from plait.backends.kernels.gpu.held import quantised
 from plait.backends.kernels.gpu.launch import ALIGNMENT, Activation, LaunchPlan
 from plait.backends.kernels.gpu.lower import LOWERING
-from plait.backends.kernels.gpu.report import held
 from plait.backends.kernels.gpu.table import KERNELS
 from plait.errors import UnsupportedError, UserError
 from plait.ir.module import ops
@@ -263,10 +263,10 @@ def test_archs_get_their_own_tiles() -> None:
 def test_a_report_says_how_quantised_weights_are_held(arch: str, format: str, said: str) -> None:
     made = module(QUANTISED[f"linear-{format}"], "bfloat16")
     launches = plan(made, f"x:{arch}")
-    assert held(launches, made) == {"weights": said}
+    assert quantised(launches, made) == {"weights": said}
     codes = [weight for weight in launches.weights.values() if weight.part == "codes"]
     assert [weight.dtype for weight in codes] == (["e4m3fnuz" if arch == "gfx942" else "e4m3fn"] if codes else [])
-    assert held(plan(module(SMALL)), module(SMALL)) == {}
+    assert quantised(plan(module(SMALL)), module(SMALL)) == {}
 
 
 def test_stacks_end_where_a_block_would_reach_over() -> None:

@@ -70,8 +70,9 @@ class GpuBackend:
             how = "no machine code: it runs emulated on the host only"
             return CompiledSlice(report={"arch": arch, "lowering": how, "device_code": False, **dequantised(module)})
         from plait.backends.kernels.gpu.build import arch_named
+        from plait.backends.kernels.gpu.held import quantised
         from plait.backends.kernels.gpu.pick import make
-        from plait.backends.kernels.gpu.report import held, rows
+        from plait.backends.kernels.gpu.report import rows
 
         try:
             made = make(module, target, arch_named(arch), options)
@@ -86,7 +87,7 @@ class GpuBackend:
             "arena_bytes": made.plan.arena_bytes,
             "weight_bytes": sum(weight.nbytes for weight in made.plan.weights.values()),
             "kernels": rows(made, arch_named(arch)),
-            **held(made.plan, module),
+            **quantised(made.plan, module),
         }
         return CompiledSlice({PLAN: (to_json(made.plan, indent=1) + "\n").encode(), **made.files}, report)
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from xdsl.dialects.builtin import ModuleOp
 
-from plait.backends.kernels.gpu.launch import Weight
+from plait.backends.kernels.gpu.launch import LaunchPlan, Weight
 from plait.backends.quantised import pack_u4, read_quantised, to_fnuz
 from plait.backends.weights import read_weight
 from plait.errors import CheckpointError
+from plait.ir import weights
 from plait.ir.numbers import NUMPY, Quantised
 from plait.ir.quant import quant_type
+from plait.ir.types import QuantType
 from plait.spec import WeightRef
 
 Array = NDArray[Any]
@@ -104,3 +107,18 @@ def _checked(refs: Mapping[str, WeightRef], name: str, shape: tuple[int, ...], f
             hint="compile again",
         )
     return ref
+
+
+def quantised(plan: LaunchPlan, module: ModuleOp) -> dict[str, str]:
+    """What a report says of quantised weights: how many are held as they are stored, and how many as numbers; nothing
+    where there are none."""
+    kinds = {name: op.result.type.element_type for name, op in weights(module).items()}
+    formats = {name: str(kind) for name, kind in kinds.items() if isinstance(kind, QuantType)}
+    if not formats:
+        return {}
+    kept = {name for weight in plan.weights.values() if weight.part == "codes" for name in weight.names}
+    wide = {name for weight in plan.weights.values() if weight.part == "values" for name in weight.names} & set(formats)
+    parts = [f"{len(kept)} kept as they are stored"] if kept else []
+    named = " and ".join(sorted({formats[name] for name in wide}))
+    parts += [f"{len(wide)} of {named} dequantised when they are loaded"] if wide else []
+    return {"weights": ", ".join(parts)}
