@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from xdsl.utils.test_value import create_ssa_value
 
-from plait.backends.kernels.gpu.interpret import NUMPY_TYPES, run
+from plait.backends.kernels.gpu.interpret import NUMPY_TYPES
 from plait.backends.kernels.gpu.kernel import Tile, Variant
 from plait.backends.kernels.gpu.table import KERNELS
 from plait.ir.ops import AttentionOp, OracleKV
 from plait.ir.types import FP8, BatchType, KVType, element, tensor, tokens_by
 from plait.spec import kv_class
+from tests.kernels import run
 
 SPLITS = {"SPLIT_KEYS": 32, "MAX_SPLITS": 4}
 

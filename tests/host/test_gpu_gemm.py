@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from plait.backends.kernels.gpu.fp8 import FNUZ_SCALE, to_fnuz
 from plait.backends.kernels.gpu.gemm import even_k
-from plait.backends.kernels.gpu.interpret import NUMPY_TYPES, run
+from plait.backends.kernels.gpu.interpret import NUMPY_TYPES
 from plait.backends.kernels.gpu.kernel import Constant, Tile, Variant
 from plait.backends.kernels.gpu.table import KERNELS
 from plait.errors import PlaitError
+from tests.kernels import run
 
 Floats = NDArray[np.float64]
 

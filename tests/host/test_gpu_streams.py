@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plait.backends.kernels.gpu.interpret import NUMPY_TYPES, run
+from plait.backends.kernels.gpu.interpret import NUMPY_TYPES
 from plait.backends.kernels.gpu.kernel import Tile, Variant
 from plait.backends.kernels.gpu.table import KERNELS
+from tests.kernels import run, slack
 
 Floats = NDArray[np.float64]
 
@@ -72,7 +73,8 @@ def close(got: NDArray[Any], expected: Floats, dtype: str, floor: float | Floats
     if whole.ndim == 2:
         assert np.isnan(f64(whole[:, got.shape[1] :])).all(), "wrote beside the rows"
     error = np.abs(f64(got) - expected) / np.maximum(np.abs(expected), floor)
-    assert error.max() <= ULPS[dtype], error.max()
+    limit = ULPS[dtype] * (slack() if dtype == "fp32" else 1.0)
+    assert error.max() <= limit, error.max()
 
 
 @pytest.fixture
@@ -137,8 +139,6 @@ def test_embed_and_gather_rows(rng: np.random.Generator, dtype: str, rows: int, 
         H=width,
         out_stride=stride(out),
     )
-    close(out, f64(table[tokens]), dtype)
-    np.testing.assert_array_equal(out, table[tokens])
     index, few = np.array([rows - 1, rows // 2, rows // 2], np.int32), empty(3, width, dtype)
     launch(
         "gather_rows",
@@ -149,6 +149,8 @@ def test_embed_and_gather_rows(rng: np.random.Generator, dtype: str, rows: int, 
         x_stride=stride(out),
         out_stride=stride(few),
     )
+    close(out, f64(table[tokens]), dtype)
+    np.testing.assert_array_equal(out, table[tokens])
     np.testing.assert_array_equal(few, table[tokens[index]])
 
 
