@@ -12,7 +12,7 @@ from plait.backends.base import CompiledSlice, CompileOptions, Executable, LoadO
 from plait.backends.kernels.gpu.here import EMULATE, Devices, Vendor, devices, emulation_asked
 from plait.backends.kernels.gpu.launch import LaunchPlan
 from plait.backends.kernels.lowering import Lowering, dequantised, dtypes_of
-from plait.backends.targets import arch_of, check_dtypes, label
+from plait.backends.targets import arch_of, check_dtypes, check_group, label
 from plait.errors import ArtifactError, MissingDependencyError, PlaitError
 from plait.spec import Capability, Support, from_json, to_json
 
@@ -66,30 +66,28 @@ class GpuBackend:
             for op in ops(module):
                 lowering.emit(op)
         check_dtypes(self.name, dtypes_of(module), self.dtypes)
+        check_group(self.name, options.group_size)
         if not options.device_code:
             how = "no machine code: it runs emulated on the host only"
             return CompiledSlice(report={"arch": arch, "lowering": how, "device_code": False, **dequantised(module)})
         from plait.backends.kernels.gpu.build import arch_named
         from plait.backends.kernels.gpu.held import quantised
         from plait.backends.kernels.gpu.pick import make
-        from plait.backends.kernels.gpu.report import rows
+        from plait.backends.kernels.gpu.report import report
 
         try:
             made = make(module, target, arch_named(arch), options)
         except MissingDependencyError as error:
             error.hint += "; or go without machine code: --no-device-code"
             raise
-        report = {
+        about = {
             "arch": arch,
             "lowering": "launch plan",
             "device_code": True,
-            "launches": len(made.plan.steps),
-            "arena_bytes": made.plan.arena_bytes,
-            "weight_bytes": sum(weight.nbytes for weight in made.plan.weights.values()),
-            "kernels": rows(made, arch_named(arch)),
+            **report(made, arch_named(arch), options),
             **quantised(made.plan, module),
         }
-        return CompiledSlice({PLAN: (to_json(made.plan, indent=1) + "\n").encode(), **made.files}, report)
+        return CompiledSlice({PLAN: (to_json(made.plan, indent=1) + "\n").encode(), **made.files}, about)
 
     def load(self, folder: Path, device: str, options: LoadOptions) -> Executable:
         """On the device where it is here; else emulated on the host.
@@ -152,4 +150,5 @@ def _on_device(folder: Path, plan: LaunchPlan, here: Devices, device: str, optio
     from plait.backends.kernels.gpu.cupy_device import CupyDevice
     from plait.backends.kernels.gpu.executor import LaunchSlice
 
-    return LaunchSlice(folder, plan, CupyDevice(here.cupy, here.fitting(plan.arch)[0]), device, options)
+    ordinals = here.fitting(plan.arch)
+    return LaunchSlice(folder, plan, CupyDevice(here.cupy, ordinals[options.ordinal % len(ordinals)]), device, options)

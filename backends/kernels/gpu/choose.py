@@ -1,5 +1,5 @@
 """Which tile to compile a kernel with, settled without the device: compile the candidates, read the binaries, model the
-time, keep the best and say why.
+time, keep the best and say why. Where `plait tune` has measured them on a device (`tuned`), its winner is taken.
 
 The model ranks; it does not promise. One launch takes the longest of what it asks of the matrix units, of memory, of
 the L2 cache and of its own chain of loads, after the start of its blocks:
@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from plait.backends.kernels.gpu import table
 from plait.backends.kernels.gpu.archs import Arch
 from plait.backends.kernels.gpu.build import Binary, BuildError, Job, Progress, arch_named, compile_many
-from plait.backends.kernels.gpu.cache import Cache
+from plait.backends.kernels.gpu.cache import Cache, default_folder
 from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.facts import BinaryError, Facts, Failure, check, expectations
 from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile, Variant
+from plait.backends.kernels.gpu.tuned import Store, Tuned
 
 Candidates = Callable[[Kernel, Mapping[str, str], Mapping[str, Constant], Arch, int | None], Sequence[Tile]]
 
@@ -110,13 +111,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tile that won. `failures` are what is left to complain of (nothing of `FATAL`); `reason` is for people."""
+    """The tile that won. `failures` are what is left to complain of (nothing of `FATAL`); `reason` is for people.
+    `measured` is there where it won on a device."""
 
     variant: Variant
     binary: Binary
     prediction: Prediction
     failures: tuple[Failure, ...]
     reason: str
+    measured: Tuned | None = None
 
 
 def choose(request: Request, *, candidates: Candidates | None = None, cache: Cache | None = None) -> Choice:
@@ -132,19 +135,34 @@ def choose_many(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[Choice]:
-    """The best tile of every request. All candidates of all requests are compiled together.
+    """The best tile of every request: the one that was measured to be, else the one that is predicted to be. All
+    candidates of all requests are compiled together.
 
     Raises:
         BuildError: `kernel-compile`, `compiler-died`: no candidate compiles.
         BinaryError: `binary-wrong`: none can be launched.
     """
-    of = candidates or table.candidates
-    variants = [
-        [r.variant(tile) for tile in of(r.kernel, r.types, r.constants, arch_named(r.arch), r.rows)] for r in requests
-    ]
+    cache = cache or Cache(default_folder())
+    store = Store.beside(cache)
+    tuned = [store.get(request) for request in requests]
+    variants = [variants_of(r, candidates or table.candidates) for r in requests]
+    for index, found in enumerate(tuned):
+        if found is not None:
+            winner = [variant for variant in variants[index] if variant.tile == found.best.tile]
+            variants[index] = winner or variants[index]
+            tuned[index] = found if winner else None  # it is no candidate any more
     jobs = [Job(r.kernel, variant, r.arch) for r, own in zip(requests, variants, strict=True) for variant in own]
     made = iter(compile_many(jobs, cache=cache, workers=workers, progress=progress))
-    return [_best(r, [(variant, next(made)) for variant in own]) for r, own in zip(requests, variants, strict=True)]
+    return [
+        _best(r, [(variant, next(made)) for variant in own], found)
+        for r, own, found in zip(requests, variants, tuned, strict=True)
+    ]
+
+
+def variants_of(request: Request, candidates: Candidates) -> list[Variant]:
+    """What is worth compiling for a request."""
+    r = request
+    return [r.variant(tile) for tile in candidates(r.kernel, r.types, r.constants, arch_named(r.arch), r.rows)]
 
 
 def predict(request: Request, variant: Variant, facts: Facts) -> Prediction:
@@ -257,7 +275,9 @@ class _Tried:
         return len(self.failures), self.prediction.total_us
 
 
-def _best(request: Request, made: Sequence[tuple[Variant, Binary | BuildError]]) -> Choice:
+def _best(
+    request: Request, made: Sequence[tuple[Variant, Binary | BuildError]], measured: Tuned | None = None
+) -> Choice:
     arch = arch_named(request.arch)
     tried: list[_Tried] = []
     errors: list[BuildError] = []
@@ -274,15 +294,15 @@ def _best(request: Request, made: Sequence[tuple[Variant, Binary | BuildError]])
         what = f"no tile of {request.kernel.name} can be launched on {arch.name}"
         raise BinaryError(what, tuple(failure for t in tried for failure in t.failures))
     best = usable[0]
-    return Choice(best.variant, best.binary, best.prediction, best.failures, _reason(request, usable, tried, errors))
+    reason = _reason(request, usable, tried, errors) if measured is None else _measured_reason(request, measured)
+    return Choice(best.variant, best.binary, best.prediction, best.failures, reason, measured)
 
 
 def _reason(request: Request, usable: Sequence[_Tried], tried: Sequence[_Tried], errors: Sequence[BuildError]) -> str:
     best = usable[0]
-    at = "any number of rows" if request.rows is None else f"up to {request.rows} rows"
     p, facts = best.prediction, best.binary.facts
     text = [
-        f"{shape(best.variant.tile)} for {at}: {p.total_us:.1f} us predicted, bound by {p.bound_by}; "
+        f"{shape(best.variant.tile)} for {_rows(request)}: {p.total_us:.1f} us predicted, bound by {p.bound_by}; "
         f"{p.blocks} blocks, {facts.blocks} at once on a unit ({facts.limit})"
     ]
     if len(usable) > 1:
@@ -290,6 +310,17 @@ def _reason(request: Request, usable: Sequence[_Tried], tried: Sequence[_Tried],
     text += [f"{shape(t.variant.tile)}: {failure.why}" for t in tried for failure in t.failures[:1] if t is not best]
     text += [f"{error.what}" for error in errors]
     return "; ".join(text)
+
+
+def _measured_reason(request: Request, measured: Tuned) -> str:
+    best, *others = measured.times
+    text = [f"{shape(best.tile)} for {_rows(request)}: {best.us:.1f} us measured on {measured.device}"]
+    text += [f"next {shape(timed.tile)} with {timed.us:.1f} us" for timed in others[:1]]
+    return "; ".join(text)
+
+
+def _rows(request: Request) -> str:
+    return "any number of rows" if request.rows is None else f"up to {request.rows} rows"
 
 
 def shape(tile: Tile) -> str:

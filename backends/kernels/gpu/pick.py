@@ -167,15 +167,20 @@ def _sizes(need: Need) -> dict[str, int]:
 
 
 def coded(binary: Binary, made: build.Binary) -> Binary:
-    """With the code that was made; equal code is one file."""
-    digest = hashlib.sha256(made.code).hexdigest()[:16]
+    """With the code that was made."""
     return replace(
         binary,
         symbol=made.symbol,
-        file=f"{binary.kernel}-{digest}.{made.suffix}",
+        file=coded_name(binary.kernel, made),
         threads=made.threads,
         shared_bytes=made.shared_bytes,
     )
+
+
+def coded_name(kernel: str, made: build.Binary) -> str:
+    """The name of a binary's file; equal code is one file."""
+    digest = hashlib.sha256(made.code).hexdigest()[:16]
+    return f"{kernel}-{digest}.{made.suffix}"
 
 
 def key_of(plan: LaunchPlan, step: Step) -> str:

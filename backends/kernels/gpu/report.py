@@ -6,12 +6,15 @@ from typing import Any
 
 from xdsl.dialects.builtin import ModuleOp
 
+from plait.backends.base import CompileOptions
 from plait.backends.kernels.gpu.archs import Arch
 from plait.backends.kernels.gpu.build import compile_variant
 from plait.backends.kernels.gpu.choose import Choice
 from plait.backends.kernels.gpu.facts import expectations
 from plait.backends.kernels.gpu.launch import Binary, LaunchPlan
-from plait.backends.kernels.gpu.pick import Made
+from plait.backends.kernels.gpu.loader import require_triton, source_digest
+from plait.backends.kernels.gpu.pick import Made, coded_name
+from plait.backends.kernels.gpu.steps import steps
 from plait.backends.kernels.gpu.table import KERNELS
 from plait.ir import weights
 from plait.ir.ops import WeightOp
@@ -55,6 +58,25 @@ def _checks(choice: Choice, arch: Arch) -> dict[str, Any]:
     return {"passed": [name for name in names if name not in failed], "failed": failed}
 
 
+def report(made: Made, arch: Arch, options: CompileOptions) -> dict[str, Any]:
+    """The plan in numbers, `kernels`, a row for each kind of launch, and `steps`, what whole steps would take."""
+    return {
+        "launches": len(made.plan.steps),
+        "arena_bytes": made.plan.arena_bytes,
+        "weight_bytes": sum(weight.nbytes for weight in made.plan.weights.values()),
+        "versions": {"triton": require_triton()},
+        "kernels": rows(made, arch),
+        "steps": steps(made.plan, made.code, options),
+    }
+
+
+def _measured(choice: Choice) -> dict[str, Any] | None:
+    """The time of one launch, where it was measured."""
+    if choice.measured is None:
+        return None
+    return {"us": round(choice.measured.best.us, 2), "on": choice.measured.device}
+
+
 def rows(made: Made, arch: Arch) -> list[dict[str, Any]]:
     """One row per kernel and kind of launch, in the order of the plan."""
     found = []
@@ -73,6 +95,8 @@ def rows(made: Made, arch: Arch) -> list[dict[str, Any]]:
                 "num_warps": choice.binary.num_warps,
                 "num_stages": choice.variant.tile.num_stages,
                 "arch": arch.name,
+                "file": coded_name(choice.variant.kernel, choice.binary),
+                "source": source_digest(KERNELS[choice.variant.kernel].source),
                 "code_bytes": len(choice.binary.code),
                 "registers": facts.registers,
                 "spills": facts.spills,
@@ -86,6 +110,7 @@ def rows(made: Made, arch: Arch) -> list[dict[str, Any]]:
                 "bytes": prediction.nbytes,
                 "predicted_us": round(prediction.total_us, 2),
                 "bound_by": prediction.bound_by,
+                "measured": _measured(choice),
                 "why": choice.reason,
                 "checks": _checks(choice, arch),
             }
