@@ -118,6 +118,7 @@ class LoadOptions:
         page_tokens: tokens of one page.
         threads: host threads to compute with; None leaves the library's default.
         weight_root: folder that relative weight files are relative to.
+        ordinal: which of this host's devices of the target to take; counted again from the first where there are fewer.
     """
 
     pages: Mapping[str, int]
@@ -126,6 +127,7 @@ class LoadOptions:
     max_sequences: int = 64
     threads: int | None = None
     weight_root: Path | None = None
+    ordinal: int = 0
 
 
 class Executable(Protocol):

@@ -21,9 +21,13 @@ def check_dtypes(backend: str, used: Collection[str], known: Collection[str]) ->
     """Raise UnsupportedError for a dtype that the backend does not compute in."""
     for dtype in used:
         if dtype not in known:
-            raise UnsupportedError(
-                "dtype", f"{backend} does not compute in {dtype}", why="it has " + ", ".join(known)
-            )
+            raise UnsupportedError("dtype", f"{backend} does not compute in {dtype}", why="it has " + ", ".join(known))
+
+
+def check_group(backend: str, size: int) -> None:
+    """Raise UnsupportedError where several devices are to hold a slice together, and the backend splits no tensors."""
+    if size != 1:
+        raise UnsupportedError("group-size", f"{backend} holds a slice on one device", why=f"{size} were asked for")
 
 
 def arch_of(backend: str, target: str, archs: Collection[str]) -> str:

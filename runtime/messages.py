@@ -42,6 +42,7 @@ class SliceSpec(msgspec.Struct, frozen=True):
         label: its name in every message: `h100 (slice 0)`.
         keep: boundary tensors that a later slice reads; everything else is dropped after the slice.
         pages: pages to allocate per KV class.
+        ordinal: how many slices before it were compiled for the same target: each gets a device of its own.
     """
 
     index: int
@@ -58,6 +59,7 @@ class SliceSpec(msgspec.Struct, frozen=True):
     max_step_tokens: int
     max_sequences: int
     threads: int | None
+    ordinal: int = 0
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

@@ -60,6 +60,7 @@ def slice_specs(
             max_step_tokens=manifest.max_step_tokens,
             max_sequences=max_sequences,
             threads=threads,
+            ordinal=[before.target for before in manifest.slices[:i]].count(part.target),
         )
         for i, part in enumerate(manifest.slices)
     ]

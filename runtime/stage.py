@@ -120,6 +120,7 @@ def _load(spec: SliceSpec) -> Executable:
         max_sequences=spec.max_sequences,
         threads=spec.threads,
         weight_root=Path(spec.weight_root),
+        ordinal=spec.ordinal,
     )
     executable: Executable = backend.load(Path(spec.folder), spec.device, options)
     return executable

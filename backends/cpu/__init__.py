@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from plait.backends.base import CompiledSlice, CompileOptions, Executable, LoadOptions
 from plait.backends.kernels.lowering import dequantised, dtypes_of
-from plait.backends.targets import arch_of, check_dtypes
+from plait.backends.targets import arch_of, check_dtypes, check_group
 from plait.spec import Capability, Support
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class CpuBackend:
         for op in ops(module):
             LOWERING.emit(op)
         check_dtypes(self.name, dtypes_of(module), DTYPES)
+        check_group(self.name, options.group_size)
         arch = arch_of(self.name, target, ())
         return CompiledSlice(report={"lowering": "torch, op by op", "arch": arch, **dequantised(module)})
 

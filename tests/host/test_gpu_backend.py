@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from plait.backends.kernels.gpu.launch import LaunchPlan
 from plait.backends.rocm import BACKEND as ROCM
 from plait.errors import ArtifactError, MissingDependencyError, PlaitError, UnsupportedError
 from plait.ir.ops import OPS as IR_OPS
+from plait.registry import load_backend
 from plait.spec import from_json
 from tests.host.cupy_double import Double
 from tests.host.gpu_slices import SMALL, module, write
@@ -76,6 +78,26 @@ def test_with_its_device_a_slice_runs_there(
     executable.close()
     capability = backend.capability(f"{name}:{arch}")
     assert (capability.emulated, capability.runs_on) == (False, arch)
+
+
+@pytest.mark.parametrize(("ordinal", "taken"), [(0, 1), (1, 2), (2, 1)])
+def test_every_slice_has_a_device_of_its_own(
+    ordinal: int, taken: int, tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, options = _folder(tmp_path, "cuda")
+    double = machine("sm_80", "sm_90", "sm_90")
+    monkeypatch.setattr("tests.host.cupy_double.RawKernelDouble.compile", lambda self: None)
+    CUDA.load(folder, "h100", replace(options, ordinal=ordinal)).close()
+    assert double.ordinal == taken
+
+
+@pytest.mark.parametrize("name", ["cpu", *VENDORS])
+def test_a_group_of_devices_is_refused(name: str) -> None:
+    backend, target = (
+        (load_backend("cpu"), "cpu") if name == "cpu" else (VENDORS[name][0], f"{name}:{VENDORS[name][1]}")
+    )
+    with pytest.raises(UnsupportedError, match="on one device"):
+        backend.compile(module(SMALL), target, CompileOptions(device_code=False, group_size=2))
 
 
 @pytest.mark.parametrize(
