@@ -23,7 +23,9 @@ from plait.backends.rocm import BACKEND as ROCM
 from plait.errors import ArtifactError, MissingDependencyError, PlaitError, UnsupportedError
 from plait.ir.ops import OPS as IR_OPS
 from plait.registry import load_backend
+from plait.runtime.slices import page_allocator, slice_specs
 from plait.spec import from_json
+from tests.fakes import make_artifact
 from tests.host.cupy_double import Double
 from tests.host.gpu_slices import SMALL, module, write
 
@@ -91,11 +93,19 @@ def test_every_slice_has_a_device_of_its_own(
     assert double.ordinal == taken
 
 
+def test_slices_of_one_target_are_counted(tmp_path: Path) -> None:
+    manifest = make_artifact(tmp_path)
+    targets = ("cuda:sm_90a", "rocm:gfx942", "cuda:sm_90a")
+    parts = tuple(replace(part, target=target) for part, target in zip(manifest.slices, targets, strict=True))
+    manifest = replace(manifest, slices=parts)
+    specs = slice_specs(manifest, tmp_path, page_allocator(manifest, 4), max_sequences=4, threads=1)
+    assert [spec.ordinal for spec in specs] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("name", ["cpu", *VENDORS])
 def test_a_group_of_devices_is_refused(name: str) -> None:
-    backend, target = (
-        (load_backend("cpu"), "cpu") if name == "cpu" else (VENDORS[name][0], f"{name}:{VENDORS[name][1]}")
-    )
+    target = "cpu" if name == "cpu" else f"{name}:{VENDORS[name][1]}"
+    backend = load_backend(name)
     with pytest.raises(UnsupportedError, match="on one device"):
         backend.compile(module(SMALL), target, CompileOptions(device_code=False, group_size=2))
 
