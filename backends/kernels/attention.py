@@ -16,9 +16,7 @@ _EVEN_ROWS = 4
 class Cache:
     """K and V pages of one layer: `pages` is (2, page, token, kv_head, head_dim)."""
 
-    def __init__(
-        self, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         # Zeros, not whatever memory holds: a masked key counts 0 times, and 0 * NaN is not 0.
         self.pages = torch.zeros(2, pages, page_tokens, kv_heads, head_dim, dtype=dtype)
         self._k, self._v = self.pages.view(2, pages * page_tokens, kv_heads * head_dim).unbind(0)
