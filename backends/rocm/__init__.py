@@ -1,4 +1,4 @@
-"""AMD devices: machine code from the kernels of `plait.backends.kernels.gpu`; emulated by torch where no device is."""
+"""AMD devices: machine code from the kernels of `plait.backends.kernels.gpu`, or torch where no device is here."""
 
 from __future__ import annotations
 
