@@ -54,7 +54,7 @@ class LaunchSlice:
             for name, pages in plan.pages.items()
         }
         self._arena = device.allocate(plan.arena_bytes)
-        self._queries = sorted({fact.queries for fact in plan.facts.values() if fact.queries is not None})
+        self._queries = _queries(plan)
         self._facts = device.allocate(0)
         self._host = device.host(0)
         self._programs = functools.lru_cache(_SHAPES)(self._resolve)
@@ -114,6 +114,26 @@ class LaunchSlice:
             return Region(self._pages[name], 0, self._pages[name].nbytes)
         buffer = self._plan.activations[name]
         return Region(self._arena, buffer.offset, buffer.nbytes)
+
+    # Tuning
+
+    def replan(self, plan: LaunchPlan, folder: Path) -> None:
+        """Go on with a plan of the same slice that differs in its binaries only, and in what these want to know of a
+        batch; `folder` has their files."""
+        same = ("bounds", "weights", "pages", "activations")
+        assert all(getattr(plan, name) == getattr(self._plan, name) for name in same), "it is another slice"
+        self._programs.cache_clear()
+        self._graphs.clear()
+        self._plan = plan
+        self._functions = [self._device.load(binary, folder) for binary in plan.binaries]
+        self._queries = _queries(plan)
+
+    def single(self, batch: Batch, index: int) -> Call | None:
+        """One step's launch in this batch, good until the next one; None where the batch leaves it out."""
+        facts = self._make_facts(batch)
+        self._send(facts)
+        symbols = facts.symbols | {"R": min(facts.symbols["A"], self._plan.bounds.rows)}
+        return self._call(self._plan.steps[index], symbols, self._regions(symbols, 0))
 
     # Loading
 
@@ -253,6 +273,11 @@ def _at(pointer: Any, regions: Mapping[str, Region]) -> Region | None:
         return None
     memory, offset, nbytes = regions[pointer.buffer]
     return Region(memory, offset + pointer.offset, nbytes - pointer.offset)
+
+
+def _queries(plan: LaunchPlan) -> list[int]:
+    """The tokens of a prefill tile, of every kind of tile."""
+    return sorted({fact.queries for fact in plan.facts.values() if fact.queries is not None})
 
 
 def _is_decode(symbols: Mapping[str, int]) -> bool:

@@ -80,7 +80,7 @@ class Asked:
 
     @property
     def key(self) -> str:
-        return _key(self.need)
+        return need_key(self.need)
 
 
 def asked(module: ModuleOp, target: str, arch: Arch, options: CompileOptions) -> list[Asked]:
@@ -89,7 +89,7 @@ def asked(module: ModuleOp, target: str, arch: Arch, options: CompileOptions) ->
     placeholder = first(arch)
 
     def learn(need: Need) -> Picked:
-        needs.setdefault(_key(need), need)
+        needs.setdefault(need_key(need), need)
         return placeholder(need)
 
     lower(module, target, arch, options, learn)
@@ -114,7 +114,7 @@ def make(
         binary = coded(item.need.binary(choice.variant.tile), choice.binary)
         code[binary.file] = choice.binary
         chosen[item.key].append((binary, item.most))
-    plan = lower(module, target, arch, options, lambda need: chosen[_key(need)])
+    plan = lower(module, target, arch, options, lambda need: chosen[need_key(need)])
     ops, uses = dict[str, str](), Counter[str]()
     for step in plan.steps:
         key = key_of(plan, step)
@@ -188,7 +188,7 @@ def key_of(plan: LaunchPlan, step: Step) -> str:
     return _key_of(plan.binaries[step.choices[0].binary], step.scalars)
 
 
-def _key(need: Need) -> str:
+def need_key(need: Need) -> str:
     return _key_of(need.binary(Tile({})), need.scalars)
 
 

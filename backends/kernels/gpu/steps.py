@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -24,19 +24,19 @@ def steps(plan: LaunchPlan, code: Mapping[str, Binary], options: CompileOptions)
     sequences, tokens = min(plan.bounds.sequences, plan.bounds.tokens), plan.bounds.tokens
     prompt = min(tokens, options.max_context_tokens)
     return [
-        {"phase": "decode", **_step(plan, code, batch(sequences, 1, options.max_context_tokens))},
-        {"phase": "prefill", **_step(plan, code, batch(1, prompt, prompt))},
+        {"phase": "decode", **_step(plan, code, batch([1] * sequences, [options.max_context_tokens] * sequences))},
+        {"phase": "prefill", **_step(plan, code, batch([prompt], [prompt]))},
     ]
 
 
-def batch(sequences: int, new: int, keys: int) -> Batch:
-    """Sequences with so many new tokens and so many keys each, the last token's logits wanted. Without page tables."""
-    starts = np.arange(sequences + 1, dtype=np.int32) * np.int32(new)
+def batch(new: Sequence[int], keys: Sequence[int]) -> Batch:
+    """Sequences with so many new tokens and so many keys, the last token's logits wanted. Without page tables."""
+    starts = np.cumsum([0, *new]).astype(np.int32)
     return Batch(
-        tokens=np.zeros(sequences * new, np.int32),
-        positions=np.tile(np.arange(keys - new, keys, dtype=np.int32), sequences),
+        tokens=np.zeros(starts[-1], np.int32),
+        positions=np.concatenate([np.arange(k - n, k, dtype=np.int32) for n, k in zip(new, keys, strict=True)]),
         query_starts=starts,
-        kv_lens=np.full(sequences, keys, np.int32),
+        kv_lens=np.array(keys, np.int32),
         page_tables={},
         logit_rows=starts[1:] - np.int32(1),
     )
