@@ -5,12 +5,14 @@ Importing this imports no JAX: loading a slice does.
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, cast, get_args
 
 from plait.backends.base import CompiledSlice, CompileOptions, Executable, LoadOptions
 from plait.backends.targets import arch_of, label
+from plait.errors import UsageError
 from plait.spec import Capability, Support
 
 Attention = Literal["gather", "pallas"]
@@ -25,6 +27,8 @@ ARCHS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x")
 #: What a slice that is one opaque op has in its folder.
 OPAQUE_FILES = "opaque-*.stablehlo"
 DTYPES = ("float32", "bfloat16", "float16")
+#: Which attention programs for TPUs have, where nobody says.
+ATTENTION = "PLAIT_XLA_ATTENTION"
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,11 @@ class XlaBackend:
     """`plait.backends.base.Backend`.
 
     Attributes:
-        attention: `gather`, plain JAX; or `pallas`, JAX's ragged paged attention kernel, where a slice allows it.
+        attention: `gather`, plain JAX; or `pallas`, JAX's ragged paged attention, which takes heads of 128 and no
+            sinks. None asks the environment (`PLAIT_XLA_ATTENTION`), and is `gather` where that says nothing.
     """
 
-    attention: Attention = "gather"
+    attention: Attention | None = None
     name: ClassVar[str] = "xla"
 
     def capability(self, target: str, module: ModuleOp | None = None) -> Capability:
@@ -60,8 +65,8 @@ class XlaBackend:
         return LOWERING.supports(op)
 
     def compile(self, module: ModuleOp, target: str, options: CompileOptions) -> CompiledSlice:
-        """Programs for the chip, made by libtpu here (`aot`), few shapes of them (`record`). Without device code a slice
-        has none: XLA compiles a shape when it first meets it, on the machine that runs it."""
+        """Programs for the chip, made by libtpu here (`aot`), of few shapes (`record`). Without device code a slice has
+        none: XLA compiles a shape when it first meets it, on the machine that runs it."""
         from plait.backends.kernels.lowering import dequantised
         from plait.backends.xla.emit import LOWERING
         from plait.ir.module import ops
@@ -77,13 +82,14 @@ class XlaBackend:
             return CompiledSlice(report={**how, **dequantised(module)})
         from plait.backends.xla.aot import compile_slice
 
-        built = compile_slice(module, arch, options, self.attention)
+        attention = self.attention or wanted_attention()
+        built = compile_slice(module, arch, options, attention)
         about = {
             "lowering": "JAX, programs for the chip by libtpu",
             "arch": arch,
             "device_code": True,
             "group_size": options.group_size,
-            "attention": self.attention,
+            "attention": attention,
         }
         return CompiledSlice(files=built.files, report={**about, **built.report, **dequantised(module)})
 
@@ -117,6 +123,14 @@ def opaque_slice(op: OpaqueOp, arch: str) -> CompiledSlice:
             "lengths": list(op.token_lengths),
         },
     )
+
+
+def wanted_attention() -> Attention:
+    """What `PLAIT_XLA_ATTENTION` says. Raises UsageError `xla-attention`."""
+    said = os.environ.get(ATTENTION, "gather")
+    if said not in get_args(Attention):
+        raise UsageError("xla-attention", f"{ATTENTION} is {said!r}", why="it is " + " or ".join(get_args(Attention)))
+    return cast(Attention, said)
 
 
 BACKEND = XlaBackend()

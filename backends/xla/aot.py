@@ -1,7 +1,7 @@
 """Making TPU programs on a machine without a TPU: a process of its own, and a cache by content in front of it.
 
-libtpu reads its environment once, when it is loaded, and may be in use by somebody else in this process; so `build` runs
-in another, with the environment that it needs and nothing of `JAX_`, `XLA_`, `TPU_` or `LIBTPU_` from outside.
+libtpu reads its environment once, when it is loaded, and may be in use by somebody else in this process; so `build`
+runs in another, with the environment that it needs and nothing of `JAX_`, `XLA_`, `TPU_` or `LIBTPU_` from outside.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def compile_slice(
     options: CompileOptions,
     attention: Attention = "gather",
     platform: str = "tpu",
+    scan: bool = True,
 ) -> Built:
     """Programs of a slice for a TPU (or for this host's CPU), from the cache or made now.
 
@@ -73,7 +74,8 @@ def compile_slice(
             why="groups have " + ", ".join(map(str, GROUP_SIZES)),
         )
     text = print_module(module)
-    request = {"arch": arch, "attention": attention, "options": to_dict(Bounds.of(options)), "platform": platform}
+    bounds = to_dict(Bounds.of(options))
+    request = {"arch": arch, "attention": attention, "options": bounds, "platform": platform, "scan": scan}
     cache, key = Cache(default_folder().with_name("xla")), _key(text, request)
     packed, seconds = cache.get(key), None
     if packed is None:

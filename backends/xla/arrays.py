@@ -22,6 +22,11 @@ _ALIGNMENT = 64
 """XLA takes a host array as it stands where it begins at a multiple of this, and copies it otherwise."""
 
 
+def spec(*axes: str | None) -> PartitionSpec:
+    """How an array lies over the chips: for each dimension the axis of the mesh that splits it."""
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
+
+
 def mesh_of(devices: list[Any]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,))
 
@@ -37,16 +42,41 @@ def weight_shape(weight: Weight, program: Program) -> tuple[int, ...]:
 def weight_spec(weight: Weight, split: Split) -> PartitionSpec:
     axis = split.axis(weight.key[0])
     if axis is None:
-        return PartitionSpec()
-    return PartitionSpec(*(None,) * (axis + weight.scanned), AXIS)
+        return spec()
+    return spec(*(None,) * (axis + weight.scanned), AXIS)
 
 
-def pool_shape(pool: Pool, split: Split, pages: int, page_tokens: int) -> tuple[int, int]:
-    """(layers * pages * page_tokens, 2 N D) over all chips."""
-    return len(pool.kv) * pages * page_tokens, 2 * split.kv_heads(pool.kv_heads) * pool.head_dim
+def pool_shape(pool: Pool, program: Program, pages: int) -> tuple[int, ...]:
+    """Over all chips: (layers * pages * page_tokens, 2 N D), a chip's K of all heads and then its V; for `pallas`
+    (layers * pages * page_tokens, 2 N, D), a head's K and then its V."""
+    heads, rows = program.split.kv_heads(pool.kv_heads), len(pool.kv) * pages * program.page_tokens
+    if program.attention == "pallas":
+        return rows, 2 * heads, pool.head_dim
+    return rows, 2 * heads * pool.head_dim
 
 
-POOL_SPEC = PartitionSpec(None, AXIS)
+def pool_rows(program: Program, k: NDArray[Any], v: NDArray[Any]) -> NDArray[Any]:
+    """Rows of a pool from K and V (token, kv_head, head_dim)."""
+    count, heads, head_dim = k.shape
+    chips, held = program.split.chips, program.split.kv_heads(heads)
+    sides = [np.repeat(side, held // heads, axis=1).reshape(count, chips, held // chips, head_dim) for side in (k, v)]
+    if program.attention == "pallas":
+        return np.stack(sides, axis=3).reshape(count, 2 * held, head_dim)
+    return np.stack(sides, axis=2).reshape(count, -1)
+
+
+def pool_sides(program: Program, rows: NDArray[Any], heads: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The inverse of `pool_rows`."""
+    chips, held = program.split.chips, program.split.kv_heads(heads)
+    if program.attention == "pallas":
+        parts = rows.reshape(len(rows), chips, held // chips, 2, -1).transpose(3, 0, 1, 2, 4)
+    else:
+        parts = rows.reshape(len(rows), chips, 2, held // chips, -1).transpose(2, 0, 1, 3, 4)
+    k, v = parts.reshape(2, len(rows), held, -1)[:, :, :: held // heads]
+    return k, v
+
+
+POOL_SPEC = spec(None, AXIS)
 """A chip holds K and V of its heads."""
 
 
@@ -59,13 +89,11 @@ def arguments(program: Program, shape: Shape, pages: Mapping[str, int], wide: bo
     """The arguments of `Program.trace` as shapes and dtypes."""
 
     def array(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype)
+        return jax.ShapeDtypeStruct(dims, dtype)  # type: ignore[no-untyped-call]
 
-    tokens, page_tokens, split = shape.tokens, program.page_tokens, program.split
+    tokens, page_tokens = shape.tokens, program.page_tokens
     weights = [array(weight_shape(w, program), held_dtype(w.dtype, wide)) for w in program.weights]
-    pools = [
-        array(pool_shape(p, split, pages[p.kv_class], page_tokens), held_dtype(p.dtype, wide)) for p in program.pools
-    ]
+    pools = [array(pool_shape(p, program, pages[p.kv_class]), held_dtype(p.dtype, wide)) for p in program.pools]
     inputs = {
         name: array((tokens, kind.shape[1] or 0), held_dtype(kind.dtype, wide)) for name, kind in program.inputs.items()
     }
@@ -84,11 +112,11 @@ def arguments(program: Program, shape: Shape, pages: Mapping[str, int], wide: bo
 
 
 def function(program: Program, mesh: Mesh) -> Callable[..., Any]:
-    """`Program.trace`, on every chip of the mesh with its part. Logits stay split by vocabulary: the host joins them."""
+    """`Program.trace`, on every chip of the mesh with its part. Logits stay split; the host joins them."""
     if program.split.chips == 1:
         return program.trace
     weights, pools = specs(program)
-    whole = PartitionSpec()
+    whole = spec()
     return jax.shard_map(
         program.trace,
         mesh=mesh,
@@ -105,10 +133,7 @@ def specs(program: Program) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
 
 def output_specs(program: Program) -> dict[str, PartitionSpec]:
     """How outputs lie over the chips, by name."""
-    return {
-        name: PartitionSpec(None, AXIS) if is_logits else PartitionSpec()
-        for name, (_, is_logits) in program.outputs.items()
-    }
+    return {name: spec(None, AXIS) if is_logits else spec() for name, (_, is_logits) in program.outputs.items()}
 
 
 def read(
@@ -139,5 +164,5 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return raw[start : start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(mesh, spec)
+def sharding(mesh: Mesh, places: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, places)

@@ -86,9 +86,7 @@ def append_and_attend(
     import jax.numpy as jnp
 
     name = kv_class(heads.window)
-    slots, per_layer = facts.slots[name], facts.pool_pages[name] * facts.page_tokens
-    # A slot beyond the layer's last is one that nothing is written to: it must not become the next layer's first.
-    slots = jnp.where(slots < per_layer, slots + layer * per_layer, pool.shape[0])
+    slots = layer_slots(facts, name, layer, pool)
     pool = pool.at[slots].set(jnp.concatenate((k, v), axis=1).astype(pool.dtype), mode="drop")
     visible, alive = facts.masks[heads.window]
     rows = pool.reshape(-1, facts.page_tokens, pool.shape[1])
@@ -98,6 +96,15 @@ def append_and_attend(
     values = jnp.where(alive[:, :, None], values, 0)
     attend = _attend_one if visible.shape[1] == 1 else _attend_many
     return pool, attend(heads, q, keys, values, visible, sink, dtype).reshape(q.shape)
+
+
+def layer_slots(facts: Facts, name: str, layer: Array | int, pool: Array) -> Array:
+    """The rows of the pool that a step's tokens are written to."""
+    import jax.numpy as jnp
+
+    slots, per_layer = facts.slots[name], facts.pool_pages[name] * facts.page_tokens
+    # A slot beyond the layer's last is one that nothing is written to: it must not become the next layer's first.
+    return jnp.where(slots < per_layer, slots + layer * per_layer, pool.shape[0])
 
 
 def _attend_many(

@@ -62,11 +62,6 @@ class Buckets:
     queries: tuple[int, ...] = QUERIES
     keys: tuple[int, ...] = KEYS
 
-    def grids(self, max_sequences: int, max_step_tokens: int) -> list[tuple[int, int]]:
-        """Every (sequences, queries) that steps within these bounds are padded to."""
-        decode = [(size, 1) for size in self.sequences if size <= bucket(max_sequences, self.sequences)]
-        return decode + [(1, size) for size in self.queries if size <= bucket(max_step_tokens, self.queries)]
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -113,7 +108,8 @@ def split(
     parts += [(np.array([s]), bucket(int(lens[s]), buckets.queries)) for s in np.flatnonzero(lens > 1)]
     for chosen, queries in parts:
         keys = bucket(int(batch.kv_lens[chosen].max()), buckets.keys)
-        shape = Shape(bucket(len(chosen), buckets.sequences), queries, keys, every_row=queries == 1)
+        sequences = bucket(len(chosen), buckets.sequences) if queries == 1 else 1
+        shape = Shape(sequences, queries, keys, every_row=queries == 1)
         yield _grid(batch, chosen, shape, windows, pages, page_tokens)
 
 
@@ -153,6 +149,6 @@ def _grid(
     place_of = np.full(batch.token_count, -1, np.int64)
     place_of[rows] = padded
     wanted = place_of[batch.logit_rows]
-    wanted = np.sort(wanted[wanted >= 0]).astype(np.int32)
-    every_row = shape.every_row or len(wanted) > 1
-    return Grid(replace(shape, every_row=every_row), rows, padded, tokens, positions, kv_lens, slots, read, first, wanted)
+    logit_rows = np.sort(wanted[wanted >= 0]).astype(np.int32)
+    shape = replace(shape, every_row=shape.every_row or len(logit_rows) > 1)
+    return Grid(shape, rows, padded, tokens, positions, kv_lens, slots, read, first, logit_rows)

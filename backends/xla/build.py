@@ -1,7 +1,7 @@
 """The process that compiles: `python -m plait.backends.xla.build FOLDER`.
 
-It reads `request.json` and `slice.mlir` from the folder and puts the files of the slice beside them, or `error.json`. No
-device is touched: libtpu describes the chips (`topology`), JAX lowers for them and libtpu compiles.
+It reads `request.json` and `slice.mlir` from the folder and puts the slice's files into `out` there, or `error.json`
+beside them. No device is touched: libtpu describes the chips, JAX lowers for them and libtpu compiles.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from xdsl.dialects.builtin import ModuleOp
 
-from plait.backends.xla.arrays import arguments, function, mesh_of, sharding, specs
+from plait.backends.xla.arrays import arguments, function, mesh_of, sharding, spec, specs
 from plait.backends.xla.buckets import Shape
 from plait.backends.xla.chips import CHIPS
 from plait.backends.xla.fit import check_fit, too_large
@@ -53,12 +53,18 @@ MOST_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the process. `platform` is `tpu`, or `cpu` for code that this host runs."""
+    """What is asked of the process.
+
+    Attributes:
+        platform: `tpu`, or `cpu` for code that this host runs.
+        scan: whether equal blocks are scanned; tests compare with what comes without.
+    """
 
     arch: str
     attention: Attention
     options: Bounds
     platform: str = "tpu"
+    scan: bool = True
 
 
 def build(module: ModuleOp, request: Request) -> dict[str, bytes]:
@@ -70,7 +76,7 @@ def build(module: ModuleOp, request: Request) -> dict[str, bytes]:
     """
     options = request.options
     split = split_module(module, options.group_size)
-    program = Program(module, options.page_tokens, split)
+    program = Program(module, options.page_tokens, split, attention=request.attention, scan=request.scan)
     pages, buckets = pages_of(program.windows, options), buckets_of(options)
     shapes = shapes_of(buckets, program.has_logits)
     wide = request.platform == "cpu"
@@ -110,8 +116,7 @@ def build(module: ModuleOp, request: Request) -> dict[str, bytes]:
     )
     files[FILE] = (to_json(record) + "\n").encode()
     rows = {
-        name_of(shape): _row(module, shape, compiled, request)
-        for shape, compiled in zip(shapes, made, strict=True)
+        name_of(shape): _row(module, shape, compiled, request) for shape, compiled in zip(shapes, made, strict=True)
     }
     layouts = {
         " ".join(weight.key): _layout(form.layout) for weight, form in zip(program.weights, formats, strict=True)
@@ -128,13 +133,13 @@ class Maker:
     mesh: Mesh
     request: Request
 
-    def make(self, kinds: tuple[Any, ...], formats: Sequence[Format] | None) -> jax.stages.Compiled:
+    def make(self, kinds: tuple[Any, ...], formats: Sequence[Format] | None) -> Any:
         """Compile for arguments like `kinds`; `formats` of the weights, None leaves their layouts to XLA."""
         weight_specs, pool_specs = specs(self.program)
         if formats is None:
-            formats = [Format(Layout.AUTO, sharding(self.mesh, spec)) for spec in weight_specs]
-        whole = sharding(self.mesh, PartitionSpec())
-        pools = [sharding(self.mesh, spec) for spec in pool_specs]
+            formats = [Format(Layout.AUTO, sharding(self.mesh, place)) for place in weight_specs]
+        whole = sharding(self.mesh, spec())
+        pools = [sharding(self.mesh, place) for place in pool_specs]
         jitted = jax.jit(
             function(self.program, self.mesh),
             in_shardings=(list(formats), pools, whole, whole, whole, whole),
@@ -143,7 +148,8 @@ class Maker:
             compiler_options=COMPILER_OPTIONS,
         )
         try:
-            return jitted.lower(*kinds).compile()
+            with jax.set_mesh(self.mesh):  # Pallas asks it which chip this is for
+                return jitted.lower(*kinds).compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error) and self.request.platform == "tpu":
                 raise too_large(CHIPS[self.request.arch], self.request.arch, str(error)) from error
@@ -154,19 +160,19 @@ def _devices(request: Request) -> list[Any]:
     """The group's devices: described, or this host's where it is for the host."""
     count = request.options.group_size
     if request.platform != "tpu":
-        return jax.local_devices()[:count]
+        here: list[Any] = jax.local_devices()[:count]
+        return here
     from jax.experimental.topologies import get_topology_desc
 
     chip = CHIPS[request.arch]
     name = chip.topologies[count]
     bounds = [int(size) for size in name.partition(":")[2].split("x")]
-    found = get_topology_desc(
-        name, "tpu", chips_per_host_bounds=(bounds + [1, 1])[:3], **(chip.options or {})
-    )
-    return list(found.devices)[:count]
+    found = get_topology_desc(name, "tpu", chips_per_host_bounds=[*bounds, 1, 1][:3], **(chip.options or {}))
+    devices: list[Any] = list(found.devices)[:count]
+    return devices
 
 
-def _row(module: ModuleOp, shape: Shape, compiled: jax.stages.Compiled, request: Request) -> dict[str, object]:
+def _row(module: ModuleOp, shape: Shape, compiled: Any, request: Request) -> dict[str, object]:
     """What the report says of a program, on one device: `flops` and `moved_bytes` (what must move at least once) are
     the IR's over the group's size.
 
@@ -207,7 +213,9 @@ def _layout(layout: Layout) -> str:
 
 def main(folder: Path) -> None:
     # Paths of this installation in the programs' debug information would make their bytes depend on it.
-    jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")
+    jax.config.update(  # type: ignore[no-untyped-call]
+        "jax_hlo_source_file_canonicalization_regex", ".*/"
+    )
     request = from_dict(Request, json.loads((folder / "request.json").read_text("utf-8")))
     start = time.monotonic()
     try:

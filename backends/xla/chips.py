@@ -14,7 +14,7 @@ class Chip:
 
     Attributes:
         kind: `Device.device_kind` where it is present.
-        topologies: devices of a group -> libtpu's name of the smallest slice of a pod that holds them, which is one host.
+        topologies: devices of a group -> libtpu's name of the smallest part of a pod that holds them, on one host.
         hbm_gib: what XLA lets a program take of one device's memory, as libtpu 0.0.42 says when a program takes more.
         clock_ghz: peak of bf16 in `plait devices` over (MXUs x rows x columns x 2): 4 MXUs of 128 x 128 (v4: 4 in each
             core), from v6e on of 256 x 256. An assumption: no vendor states it.

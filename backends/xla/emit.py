@@ -1,8 +1,8 @@
 """The emitters of JAX: each op becomes functions that trace it.
 
 `LOWERING.emit(op)` checks the op; what it returns is called while a program is traced: `trace.run(run, *values)`, where
-the values are activations, and `run` holds weights, KV and the step's facts as traced arrays. It keeps to `jax.numpy` on
-arrays, so neither a device nor weights are needed to check.
+the values are activations, and `run` holds weights, KV and the step's facts as traced arrays. It keeps to `jax.numpy`
+on arrays, so neither a device nor weights are needed to check.
 
 On a chip of a tensor-parallel group every array is the chip's own part (`split`), so the emitters read sizes off arrays
 and not off ops; only a product over a split input, and the embedding, speak to the other chips.
@@ -28,7 +28,7 @@ from plait.backends.kernels.lowering import (
     weight_kind,
     weight_name,
 )
-from plait.backends.xla.attend import Facts, Heads, append_and_attend
+from plait.backends.xla.attend import Facts, Heads
 from plait.backends.xla.split import AXIS, Split
 from plait.ir.ops import (
     AddOp,
@@ -77,7 +77,8 @@ class Run:
 
     Attributes:
         weights: by the names that are stacked in it.
-        pools: the KV of equal layers in one array, (layers * pages * page_tokens, 2 N D); replaced when written.
+        attend: `attend.append_and_attend` or its like.
+        pools: the KV of equal layers in one array, (layers * pages * page_tokens, ...); replaced when written.
         pool_of: the number of the pool by KV argument.
         layer: which of a pool's layers is traced; a traced number inside a scan.
         facts: the step's, see `buckets.Grid`.
@@ -87,6 +88,7 @@ class Run:
     """
 
     weights: dict[Key, Array]
+    attend: Callable[..., tuple[Array, Array]]
     pools: list[Array]
     pool_of: dict[SSAValue, int]
     layer: Array | int
@@ -120,7 +122,8 @@ def _dot(x: Array, weight: Array) -> Array:
 def _sum_over_group(y: Array) -> Array:
     import jax
 
-    return jax.lax.psum(y, AXIS)
+    total: Array = jax.lax.psum(y, AXIS)  # type: ignore[no-untyped-call]
+    return total
 
 
 @LOWERING.emits(WeightOp, "symbol")
@@ -159,7 +162,11 @@ def _norm(x: Array, weight: Array, eps: float, dtype: str) -> Array:
 
 
 @LOWERING.emits(RmsNormOp, "eps")
-def _rms_norm(op: RmsNormOp | AddRmsNormOp) -> tuple[Trace, ...]:
+def _rms_norm(op: RmsNormOp) -> tuple[Trace, ...]:
+    return _normed(op)
+
+
+def _normed(op: RmsNormOp | AddRmsNormOp) -> tuple[Trace, ...]:
     key, eps, dtype = (weight_name(op, op.weight),), op.eps.value.data, operand_dtype(op, op.x)
     return (Trace(lambda run, x: _norm(x, run.weights[key], eps, dtype), (key,)),)
 
@@ -167,7 +174,7 @@ def _rms_norm(op: RmsNormOp | AddRmsNormOp) -> tuple[Trace, ...]:
 @LOWERING.emits(AddRmsNormOp, "eps")
 def _add_rms_norm(op: AddRmsNormOp) -> tuple[Trace, ...]:
     """The sum ends a block and the norm begins the next one, so that blocks are alike: XLA fuses as it likes."""
-    return (*_add(op), *_rms_norm(op))
+    return (*_sum(op), *_normed(op))
 
 
 @LOWERING.emits(LinearOp)
@@ -240,7 +247,7 @@ def _attention(op: AttentionOp) -> tuple[Trace, ...]:
     def trace(run: Run, q: Array, k: Array, v: Array) -> Array:
         pool = run.pool_of[kv]
         sink = run.weights[sinks] if sinks else None
-        run.pools[pool], out = append_and_attend(run.facts, heads, run.pools[pool], run.layer, q, k, v, sink, dtype)
+        run.pools[pool], out = run.attend(run.facts, heads, run.pools[pool], run.layer, q, k, v, sink, dtype)
         return _rounded(out, q, dtype)
 
     return (Trace(trace, (sinks,) if sinks else ()),)
@@ -261,18 +268,22 @@ def _gated(dtype: str, name: str) -> Callable[[Run, Array, Array], Array]:
         import jax
         import jax.numpy as jnp
 
-        act = {
+        gates: dict[str, Callable[[Array], Array]] = {
             "silu": lambda z: z * jax.nn.sigmoid(z),
             "gelu-none": lambda z: jax.nn.gelu(z, approximate=False),
             "gelu-tanh": lambda z: jax.nn.gelu(z, approximate=True),
-        }[name]
-        return _rounded(act(gate.astype(jnp.float32)) * up.astype(jnp.float32), gate, dtype)
+        }
+        return _rounded(gates[name](gate.astype(jnp.float32)) * up.astype(jnp.float32), gate, dtype)
 
     return trace
 
 
 @LOWERING.emits(AddOp)
-def _add(op: AddOp | AddRmsNormOp) -> tuple[Trace, ...]:
+def _add(op: AddOp) -> tuple[Trace, ...]:
+    return _sum(op)
+
+
+def _sum(op: AddOp | AddRmsNormOp) -> tuple[Trace, ...]:
     dtype = operand_dtype(op, op.x)
     return (Trace(lambda run, x, y: _rounded(x + y, x, dtype)),)
 

@@ -14,8 +14,18 @@ from numpy.typing import NDArray
 from plait.backends.base import Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.lowering import check_weights, dequantised
 from plait.backends.weights import DTYPES, read_weights_json
-from plait.backends.xla.arrays import function, held_dtype, mesh_of, pool_shape, read, sharding, specs
-from plait.backends.xla.buckets import Buckets, Grid, Shape, split
+from plait.backends.xla.arrays import (
+    function,
+    held_dtype,
+    mesh_of,
+    pool_rows,
+    pool_shape,
+    pool_sides,
+    read,
+    sharding,
+    specs,
+)
+from plait.backends.xla.buckets import Grid, Shape, split
 from plait.backends.xla.emit import RopeTable
 from plait.backends.xla.loaded import find
 from plait.backends.xla.program import COMPILER_OPTIONS, Program
@@ -39,7 +49,9 @@ class XlaSlice:
         self.kv_layouts: tuple[KVLayout, ...] = kv_layouts(module, options.page_tokens)
         self._wide = jax.default_backend() == "cpu"
         found = find(folder, options)
-        self._program = program = Program(module, options.page_tokens, split_module(module, found.chips))
+        self._program = program = Program(
+            module, options.page_tokens, split_module(module, found.chips), attention=found.attention
+        )
         self._mesh = mesh_of(jax.local_devices()[: found.chips])
         self._buckets, self._pages, self._stale = found.buckets, found.pages(options.pages), found.stale
         refs = read_weights_json(folder / "weights.json")
@@ -68,19 +80,15 @@ class XlaSlice:
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         layout = self.kv_layouts[layer]
         rows = np.asarray(self._kv[self._place[layer][0]][self._rows(layer, pages)]).astype(DTYPES[layout.dtype])
-        chips, held = self._program.split.chips, self._program.split.kv_heads(layout.kv_heads)
-        sides = rows.reshape(len(rows), chips, 2, held // chips, layout.head_dim)
-        shape = (len(pages), layout.page_tokens, held, layout.head_dim)
-        copies = held // layout.kv_heads
-        k, v = (np.ascontiguousarray(sides[:, :, i].reshape(shape)[:, :, ::copies]) for i in range(2))
+        shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
+        k, v = (np.ascontiguousarray(side.reshape(shape)) for side in pool_sides(self._program, rows, layout.kv_heads))
         return k, v
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
         pool = self._place[layer][0]
-        chips, copies = self._program.split.chips, self._program.split.kv_heads(k.shape[2]) // k.shape[2]
-        sides = [np.repeat(side, copies, axis=2).reshape(-1, chips, 1, copies * k.shape[2] // chips, k.shape[3]) for side in (k, v)]
-        rows = np.concatenate(sides, axis=2).astype(self._kv[pool].dtype)
-        self._kv[pool] = self._kv[pool].at[self._rows(layer, pages)].set(rows.reshape(len(rows), -1))
+        rows = pool_rows(self._program, *(side.reshape(-1, *side.shape[2:]) for side in (k, v)))
+        held = self._kv[pool]
+        self._kv[pool] = held.at[self._rows(layer, pages)].set(rows.astype(held.dtype))
 
     def stats(self) -> dict[str, int | float | str]:
         """`compiled_shapes` counts the programs that XLA compiled here, a shape met again compiles nothing;
@@ -145,7 +153,7 @@ class XlaSlice:
     def _zeros(self, index: int) -> jax.Array:
         program = self._program
         pool = program.pools[index]
-        shape = pool_shape(pool, program.split, self._pages[pool.kv_class], program.page_tokens)
+        shape = pool_shape(pool, program, self._pages[pool.kv_class])
         place = sharding(self._mesh, specs(program)[1][index])
         return jax.numpy.zeros(shape, held_dtype(pool.dtype, self._wide), device=place)
 

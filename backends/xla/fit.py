@@ -88,7 +88,9 @@ def _temporary_bytes(program: Program, shape: Shape) -> int:
         for pool in program.pools
     ]
     rows = shape.sequences if shape.queries == 1 else 1
-    logits = [4 * rows * (kind.shape[-1] or 0) // split.chips for kind, is_logits in program.outputs.values() if is_logits]
+    logits = [
+        4 * rows * (kind.shape[-1] or 0) // split.chips for kind, is_logits in program.outputs.values() if is_logits
+    ]
     return max([*layers, *logits, 0])
 
 
@@ -97,7 +99,8 @@ def _tiled_bytes(array: Any) -> int:
     dims = list(array.shape)
     if len(dims) > 1:
         dims[-1], dims[-2] = -(-dims[-1] // 128) * 128, -(-dims[-2] // 8) * 8
-    return prod(dims) * array.dtype.itemsize
+    size: int = prod(dims) * array.dtype.itemsize
+    return size
 
 
 def _gib(size: int) -> str:

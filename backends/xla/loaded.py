@@ -1,7 +1,7 @@
 """Loading what compile made: the programs of a slice on the devices they were made for.
 
-Programs are PJRT's own serialised form, and go in through the client directly: JAX's way wraps them in a pickle, which an
-artifact from somewhere else must not bring.
+Programs are in PJRT's own serialised form, and go in through the client directly: JAX's way wraps them in a pickle,
+which an artifact from somewhere else must not bring.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plait.backends.base import LoadOptions
-from plait.backends.xla.arrays import arguments, function, output_specs, sharding, specs
+from plait.backends.xla.arrays import arguments, function, output_specs, sharding, spec, specs
 from plait.backends.xla.buckets import Buckets, Shape
 from plait.backends.xla.program import Program
-from plait.backends.xla.record import Record, StoredProgram, read_record, versions
+from plait.backends.xla.record import Attention, Record, StoredProgram, read_record, versions
 from plait.errors import ArtifactError, UnsupportedError
 
 
@@ -41,6 +41,10 @@ class Programs:
         return 1 if self.record is None else self.record.group_size
 
     @property
+    def attention(self) -> Attention:
+        return "gather" if self.record is None else self.record.attention
+
+    @property
     def buckets(self) -> Buckets:
         return Buckets() if self.record is None else self.record.buckets
 
@@ -54,7 +58,7 @@ class Programs:
 
     def formats(self, program: Program, mesh: Mesh) -> list[Format] | list[NamedSharding]:
         """Where and how the weights lie."""
-        shardings = [sharding(mesh, spec) for spec in specs(program)[0]]
+        shardings = [sharding(mesh, place) for place in specs(program)[0]]
         if self.usable is None:
             return shardings
         stored = self.usable.weights
@@ -71,7 +75,9 @@ class Programs:
         """Every program, by its shape."""
         if self.usable is None:
             return {}
-        return {stored.shape: _load(folder, stored, program, mesh, self.usable, wide) for stored in self.usable.programs}
+        return {
+            stored.shape: _load(folder, stored, program, mesh, self.usable, wide) for stored in self.usable.programs
+        }
 
 
 def find(folder: Path, options: LoadOptions) -> Programs:
@@ -117,22 +123,24 @@ class LoadedProgram:
     executable: Any
     mesh: Mesh
     results: tuple[Any, ...]
-    specs: tuple[PartitionSpec, ...]
+    places: tuple[PartitionSpec, ...]
     names: tuple[str, ...] = field(default=())
 
     def __call__(self, weights: list[jax.Array], pools: list[jax.Array], *step: Any) -> Any:
         """The outputs by name, and the pools: the old ones are donated."""
-        whole = sharding(self.mesh, PartitionSpec())
+        whole = sharding(self.mesh, spec())
         facts = jax.device_put(jax.tree.leaves(step), whole)
         made = self.executable.execute_sharded([*weights, *pools, *facts]).disassemble_into_single_device_arrays()
         arrays = [
-            jax.make_array_from_single_device_arrays(kind.shape, sharding(self.mesh, spec), parts)
-            for kind, spec, parts in zip(self.results, self.specs, made, strict=True)
+            jax.make_array_from_single_device_arrays(kind.shape, sharding(self.mesh, place), parts)
+            for kind, place, parts in zip(self.results, self.places, made, strict=True)
         ]
         return dict(zip(self.names, arrays, strict=False)), arrays[len(self.names) :]
 
 
-def _load(folder: Path, stored: StoredProgram, program: Program, mesh: Mesh, record: Record, wide: bool) -> LoadedProgram:
+def _load(
+    folder: Path, stored: StoredProgram, program: Program, mesh: Mesh, record: Record, wide: bool
+) -> LoadedProgram:
     devices = tuple(mesh.devices.flat)
     try:
         executable = devices[0].client.deserialize_executable(

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import SSAValue
 
-from plait.backends.kernels.lowering import weight_dtypes
-from plait.backends.xla.attend import Facts, masks
-from plait.backends.xla.emit import LOWERING, Key, RopeTable, Run, Trace
+from plait.backends.kernels.lowering import refuse, weight_dtypes
+from plait.backends.xla import ragged
+from plait.backends.xla.attend import Facts, append_and_attend, masks
+from plait.backends.xla.emit import LOWERING, Key, Run, Trace
+from plait.backends.xla.record import Attention
 from plait.backends.xla.split import Split
 from plait.ir import kv_classes, kv_layouts, signature, weights
 from plait.ir.module import boundary, ops
-from plait.ir.ops import AddOp, AddRmsNormOp, LogitsOp, PlaitOp, RmsNormOp, WeightOp
+from plait.ir.ops import AddOp, AddRmsNormOp, AttentionOp, LogitsOp, PlaitOp, RmsNormOp, WeightOp
 from plait.ir.types import KVType
 from plait.spec import Boundary, kv_class
 
@@ -105,8 +107,19 @@ class Program:
         scan: whether equal blocks are scanned; without, every block is traced.
     """
 
-    def __init__(self, module: ModuleOp, page_tokens: int, split: Split | None = None, *, scan: bool = True) -> None:
-        self.page_tokens, self.split = page_tokens, split or Split()
+    def __init__(
+        self,
+        module: ModuleOp,
+        page_tokens: int,
+        split: Split | None = None,
+        *,
+        attention: Attention = "gather",
+        scan: bool = True,
+    ) -> None:
+        self.page_tokens, self.split, self.attention = page_tokens, split or Split(), attention
+        if attention == "pallas":
+            for op in ops(module):
+                _check_pallas(op, self.split)
         self.windows = kv_classes(module)
         self._sig = signature(module)
         self.segments = tuple(_segments(_steps(module), set(self._sig.outputs.values()), scan))
@@ -141,7 +154,7 @@ class Program:
 
         Args:
             weights: as `self.weights`, scanned ones (layers, out, in).
-            pools: as `self.pools`, (layers * pages * page_tokens, 2 N D) each.
+            pools: as `self.pools`, see `arrays.pool_shape`.
             inputs: boundary tensors (T, width), padded rows included.
             facts: the arrays of a `buckets.Grid` by name.
             logit_rows: [R] rows of the logits that are wanted; None for all.
@@ -149,12 +162,18 @@ class Program:
         slots = {pool.kv_class: array.shape[0] // len(pool.kv) for pool, array in zip(self.pools, pools, strict=True)}
         seen = {
             window: masks(
-                window, facts["positions"], facts["kv_lens"], facts["pages"][name], facts["first"][name], self.page_tokens
+                window,
+                facts["positions"],
+                facts["kv_lens"],
+                facts["pages"][name],
+                facts["first"][name],
+                self.page_tokens,
             )
             for name, window in self.windows.items()
         }
         run = Run(
             weights={weight.key: array for weight, array in zip(self.weights, weights, strict=True)},
+            attend=append_and_attend if self.attention == "gather" else ragged.append_and_attend,
             pools=list(pools),
             pool_of=self._pool_of,
             layer=0,
@@ -187,9 +206,10 @@ class Program:
         return list(found.values())
 
     def _pools(self, module: ModuleOp) -> tuple[tuple[Pool, ...], dict[SSAValue, int]]:
-        numbers = {value: number for number, value in enumerate(self._sig.kv.values())}
+        numbers: dict[SSAValue, int] = {value: number for number, value in enumerate(self._sig.kv.values())}
         layouts = kv_layouts(module, self.page_tokens)
-        pools, pool_of = [], {}
+        pools: list[Pool] = []
+        pool_of: dict[SSAValue, int] = {}
         for segment in self.segments:
             period = len(segment.steps) // segment.repeats
             for index, step in enumerate(segment.steps[:period]):
@@ -200,6 +220,19 @@ class Program:
                     held = tuple(numbers[value] for value in values)
                     pools.append(Pool(held, kind.kv_heads, kind.head_dim, kind.dtype, kind.window))
         return tuple(pools), pool_of
+
+
+def _check_pallas(op: PlaitOp, split: Split) -> None:
+    """Raise UnsupportedError for an attention that JAX's kernel does not take."""
+    if not isinstance(op, AttentionOp):
+        return
+    held = split.kv_heads(op.kv_heads) // split.chips
+    if op.head_dim % ragged.LANES:
+        raise refuse(op, "head_dim", op.head_dim, f"Pallas attention takes multiples of {ragged.LANES}")
+    if op.sinks is not None:
+        raise refuse(op, "sinks", op.sinks.type, "Pallas attention has none")
+    if held not in (1, 2, 4) and held % 8:
+        raise refuse(op, "KV heads on a chip", held, "Pallas attention takes 1, 2, 4 or a multiple of 8")
 
 
 def _execute(segment: Segment, run: Run, env: dict[SSAValue, Any], steps: int | None = None) -> None:

@@ -127,8 +127,9 @@ def pages_of(windows: dict[str, int | None], options: Bounds) -> dict[str, int]:
 def buckets_of(options: Bounds) -> Buckets:
     """Few sizes, because each combination is a program: the largest that can come, and one for small steps."""
     context = _up(options.max_context_tokens, 128)
+    most = options.max_sequences
     return Buckets(
-        sequences=_two(1 if options.max_sequences <= 8 else 8, _up(options.max_sequences, 8), options.max_sequences),
+        sequences=(1,) if most == 1 else _two(1 if most <= 8 else 8, _up(most, 8), most),
         queries=_two(128, _up(options.max_step_tokens, 16), options.max_step_tokens),
         keys=_two(1024, context, context),
     )

@@ -95,7 +95,8 @@ def split_module(module: ModuleOp, chips: int) -> Split:
     vocabulary: set[str] = set()
     parts: set[SSAValue] = set()
     for op in ops(module):
-        split = [value in parts for value in op.operands if not _is_weight(value) and isinstance(value.type, TensorType)]
+        activations = [x for x in op.operands if isinstance(x.type, TensorType) and not isinstance(x.owner, WeightOp)]
+        split = [value in parts for value in activations]
         if isinstance(op, EmbedOp | LogitsOp):
             vocabulary.add(weight_name(op, op.table if isinstance(op, EmbedOp) else op.weight))
         if isinstance(op, LinearOp | LinearsOp) and not any(split):
@@ -116,10 +117,6 @@ def split_module(module: ModuleOp, chips: int) -> Split:
         elif any(split):
             raise _refuse(op, chips, "it needs whole rows, and its input is split")
     return Split(chips, units, frozenset(columns), frozenset(vocabulary))
-
-
-def _is_weight(value: SSAValue) -> bool:
-    return isinstance(value.owner, WeightOp)
 
 
 def _products(op: LinearOp | LinearsOp) -> tuple[list[SSAValue], list[SSAValue], list[SSAValue]]:
@@ -154,10 +151,8 @@ def _check(op: PlaitOp, product: SSAValue, units: int, chips: int) -> None:
 
 def _feeds_kv(product: SSAValue) -> bool:
     return any(
-        isinstance(use.operation, AttentionOp)
-        and use.index > 0
-        or isinstance(use.operation, RopeOp)
-        and _feeds_kv(use.operation.result)
+        (isinstance(use.operation, AttentionOp) and use.index > 0)
+        or (isinstance(use.operation, RopeOp) and _feeds_kv(use.operation.result))
         for use in product.uses
     )
 

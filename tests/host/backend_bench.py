@@ -21,4 +21,4 @@ def load(
     module = model(dtype)
     run_passes(module, SLICE_PIPELINE)
     player = Player(script, kv_classes(module), 61)
-    return Bench(backend, target, folder, False).load(module, player), player
+    return Bench(backend, target, folder, shapes_only=False, device_code=False).load(module, player), player

@@ -16,7 +16,7 @@ from plait.backends.conformance.models import MODELS, VOCABULARY, Attention, Mod
 from plait.backends.conformance.script import Player, Script, Turn
 from plait.backends.conformance.suite import Bench
 from plait.backends.xla import BACKEND
-from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, bucket, Buckets
+from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, bucket
 from plait.ir import kv_classes, signature
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from tests.host.backend_bench import load
@@ -62,11 +62,10 @@ def test_a_bucket_holds_its_count(count: int, sizes: tuple[int, ...]) -> None:
     assert bucket(size, sizes) == size
 
 
-def test_the_report_names_every_shape() -> None:
-    module = MODELS["gqa"]("float32")
-    report = BACKEND.compile(module, TARGET, CompileOptions(max_step_tokens=100, max_sequences=8)).report
-    assert report["shapes"] == ["1x1", "8x1", "1x16", "1x128"]
-    assert len(Buckets().grids(64, 512)) == len(SEQUENCES) + len(QUERIES)
+def test_without_device_code_nothing_is_made() -> None:
+    compiled = BACKEND.compile(MODELS["gqa"]("float32"), TARGET, CompileOptions(device_code=False))
+    assert compiled.files == {}
+    assert compiled.report["device_code"] is False
 
 
 @pytest.mark.parametrize("device", ["v5e", "v6e"])
@@ -93,7 +92,7 @@ def test_16_bit_arrays_give_the_same_bits_in_two_slices(tmp_path: Path, monkeypa
         for module in slice_modules(Model(blocks=(Attention(),) * 4)("bfloat16"), cuts):
             run_passes(module, SLICE_PIPELINE)
             player = Player(script, kv_classes(module), VOCABULARY)
-            bench = Bench(BACKEND, TARGET, tmp_path / str(cuts), shapes_only=False)
+            bench = Bench(BACKEND, TARGET, tmp_path / str(cuts), shapes_only=False, device_code=False)
             with closing(bench.load(module, player, str(len(values)))) as executable:
                 inputs = {name: values[name] for name in signature(module).inputs}
                 values = executable.step(player.batches(script.turns[0])[0], inputs)
