@@ -91,6 +91,8 @@ class Double:
             Device=lambda ordinal: SimpleNamespace(use=lambda: self._use(ordinal)),
             MemoryPool=lambda: MemoryPoolDouble(self),
             Stream=lambda **options: StreamDouble(self, **options),
+            Event=lambda: EventDouble(self),
+            get_elapsed_time=lambda start, end: end.milliseconds - start.milliseconds,
             alloc_pinned_memory=lambda size: Allocation(size).bytes,
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             runtime=SimpleNamespace(
@@ -102,6 +104,8 @@ class Double:
             ),
         )
         self.ordinal = 0
+        #: Of the device: what its events tell. Whoever has time pass moves it.
+        self.milliseconds = 0.0
 
     @property
     def held(self) -> int:
@@ -129,8 +133,8 @@ class Double:
     def _properties(self, ordinal: int) -> dict[str, Any]:
         name = self._archs[ordinal]
         if name.startswith("gfx"):
-            return {"gcnArchName": f"{name}:sramecc+:xnack-".encode(), "major": 9, "minor": 4}
-        return {"major": int(name[3:-1]), "minor": int(name[-1])}
+            return {"name": b"AMD", "gcnArchName": f"{name}:sramecc+:xnack-".encode(), "major": 9, "minor": 4}
+        return {"name": b"NVIDIA", "major": int(name[3:-1]), "minor": int(name[-1])}
 
     def _use(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -152,6 +156,9 @@ class MemoryPointerDouble:
 
     def copy_to_host_async(self, mem: int, size: int, stream: StreamDouble) -> None:
         ctypes.memmove(mem, self._checked("from", size, stream), size)
+
+    def memset_async(self, value: int, size: int, stream: StreamDouble) -> None:
+        ctypes.memset(self._checked("set", size, stream), value, size)
 
     def _checked(self, way: str, size: int, stream: StreamDouble) -> int:
         assert isinstance(stream, StreamDouble), "the default stream would not wait for ours"
@@ -203,6 +210,15 @@ class StreamDouble:
         recorded, self.capturing = self.capturing, None
         self._double.log.captures.append(len(recorded))
         return GraphDouble(self._double, recorded)
+
+
+class EventDouble:
+    def __init__(self, double: Double) -> None:
+        self._double = double
+
+    def record(self, stream: StreamDouble) -> None:
+        assert isinstance(stream, StreamDouble), "the default stream would not wait for ours"
+        self.milliseconds = self._double.milliseconds
 
 
 class GraphDouble:

@@ -171,7 +171,7 @@ class SliceStand:
         clock: Clock,
     ) -> None:
         self.device = clock.device
-        self._lower = lambda pick: lower(module, target, arch, options, pick)
+        self._slice = module, target, arch, options
         self._options, self._running, self._pages, self._clock = options, running, pages, clock
         self._steps: dict[str, int] = {}
 
@@ -184,7 +184,7 @@ class SliceStand:
                 if name == key
             ]
 
-        plan = self._lower(pick)
+        plan = lower(*self._slice, pick)
         self._steps = {}
         for index, step in enumerate(plan.steps):
             self._steps.setdefault(key_of(plan, step), index)
