@@ -4,7 +4,7 @@ BIN := .venv/bin
 PROMPT ?= What is the capital of France?
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow test-device lint bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -29,6 +29,10 @@ test: .venv/dev.stamp lint  ## every check and test that CI runs
 
 test-slow: .venv/dev.stamp  ## the long suites (minutes each)
 	$(BIN)/python -m pytest -q -m slow
+
+test-device: .venv/dev.stamp  ## what needs a GPU, under 8 minutes on an H100; without one it says why it skips
+	export PLAIT_CACHE="$${PLAIT_CACHE:-$$HOME/.cache/plait}"; \
+	$(BIN)/python -m tests.device.compile && $(BIN)/python -m pytest -q -W default -m device tests/device
 
 lint: .venv/dev.stamp  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

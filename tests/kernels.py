@@ -37,7 +37,12 @@ def run(
     grid: tuple[int, int, int] | None = None,
 ) -> None:
     """Launch a kernel on arrays of the host; written arrays are changed in place."""
-    _runners[-1][0](kernel, variant, pointers, scalars, grid)
+    current()(kernel, variant, pointers, scalars, grid)
+
+
+def current() -> Runner:
+    """What runs them now."""
+    return _runners[-1][0]
 
 
 def slack() -> float:

@@ -1,0 +1,67 @@
+"""Tests that need a GPU: `make test-device`. On a machine without one they are skipped, and say why.
+
+Environment:
+    PLAIT_CACHE: where compiled kernels are. `python -m tests.device.compile` fills it beforehand, on any machine;
+        where it was made with Triton, none is needed here.
+    PLAIT_DEVICE_ALL: 1 runs the whole of every list of parameters, not a share of the longest.
+    PLAIT_DEVICE_DOUBLE: 1 takes a stand-in for a GPU (`double`), which is very slow: for the tests of these tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from tests.device import double, prepared
+from tests.device.machine import SLACK, Machine, OnDevice, find
+from tests.kernels import Runner, on
+
+LONG, SHARE = 100, 7
+"""Of a list of more tests than that, one in so many runs. It shares no factor with the lengths of the lists that make
+it up, so every value is there."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("PLAIT_DEVICE_ALL") == "1":
+        return
+    lists: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("device"):
+            lists[item.nodeid.partition("[")[0]].append(item)
+    dropped = {item for long in lists.values() if len(long) > LONG for item in set(long) - set(long[::SHARE])}
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Machine:
+    """The GPU, or a skip."""
+    if prepared.RECORDING is not None:
+        return prepared.RECORDING.machine
+    if os.environ.get("PLAIT_DEVICE_DOUBLE") == "1":
+        double.fit()
+    prepared.use()
+    found = find()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.fixture(scope="session")
+def _runner(gpu: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    if prepared.RECORDING is not None:
+        yield prepared.RECORDING.run
+        return
+    device = gpu.device()
+    yield OnDevice(device, gpu.arch, tmp_path_factory.mktemp("kernels"))
+    device.close()
+
+
+@pytest.fixture
+def runner(_runner: Runner) -> Iterator[None]:
+    """Kernels that tests run with `tests.kernels.run` run on the GPU."""
+    with on(_runner, SLACK):
+        yield
