@@ -114,18 +114,9 @@ class XlaSlice:
             values = np.zeros((grid.shape.tokens, inputs[name].shape[1]), held_dtype(kind.dtype, self._wide))
             values[grid.padded] = inputs[name][grid.rows]
             given[name] = values
-        facts = {
-            "tokens": grid.tokens,
-            "positions": grid.positions,
-            "kv_lens": grid.kv_lens,
-            "slots": grid.slots,
-            "pages": grid.pages,
-            "first": grid.first,
-        }
-        tables = [_table(table, grid.positions) for table in program.tables]
         wanted = grid.logit_rows if len(grid.logit_rows) else np.zeros(1, np.int32)
         rows = wanted if program.has_logits and not every_row else None
-        results, self._kv = self._run(grid.shape, given, facts, tables, rows)
+        results, self._kv = self._run(grid.shape, given, facts_of(grid), tables_of(program, grid), rows)
         chosen = np.searchsorted(batch.logit_rows, grid.rows[np.isin(grid.padded, grid.logit_rows)])
         for name, (kind, is_logits) in program.outputs.items():
             values = np.asarray(results[name]).astype(DTYPES[kind.dtype], copy=False)[:, : kind.shape[1]]
@@ -162,6 +153,17 @@ def _empty(kind: Boundary, rows: int) -> Array:
     width = kind.shape[1]
     assert width is not None
     return np.empty((rows, width), DTYPES[kind.dtype])
+
+
+def facts_of(grid: Grid) -> dict[str, Any]:
+    """The facts of a grid as `Program.trace` takes them."""
+    names = ("tokens", "positions", "kv_lens", "slots", "pages", "first")
+    return {name: getattr(grid, name) for name in names}
+
+
+def tables_of(program: Program, grid: Grid) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """The rotary tables of a grid."""
+    return [_table(table, grid.positions) for table in program.tables]
 
 
 def _table(table: RopeTable, positions: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -86,8 +86,8 @@ def _instruction(rest: str) -> Instruction:
     times = 1
     if opcode == "while":
         # A loop that is no scan of ours (a sort, a search) runs at least once.
-        repeats = _REPEATS.search(rest)
-        times = int(repeats[1]) if repeats else 1
+        repeats = _REPEATS.findall(rest)
+        times = int(repeats[-1]) if repeats else 1
         runs = _named(rest, "body")
     elif opcode in ("call", "async-start"):
         runs = _named(rest, "to_apply") or _named(rest, "calls")

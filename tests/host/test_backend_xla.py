@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.backends.base import CompileOptions
-from plait.backends.conformance.models import MODELS, VOCABULARY, Attention, Model
+from plait.backends.conformance.models import MODELS, VOCABULARY, Attention, Model, random_weights, write_slice
 from plait.backends.conformance.script import Player, Script, Turn
 from plait.backends.conformance.suite import Bench
+from plait.backends.weights import read_weights_json
 from plait.backends.xla import BACKEND
-from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, bucket
+from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, Buckets, bucket, split
+from plait.backends.xla.program import COMPILER_OPTIONS, Program
 from plait.ir import kv_classes, signature
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from tests.host.backend_bench import load
@@ -97,4 +99,35 @@ def test_16_bit_arrays_give_the_same_bits_in_two_slices(tmp_path: Path, monkeypa
                 inputs = {name: values[name] for name in signature(module).inputs}
                 values = executable.step(player.batches(script.turns[0])[0], inputs)
         found.append(values["logits"])
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scan_changes_no_bit(dtype: str, tmp_path: Path) -> None:
+    """Blocks that alternate are scanned in pairs; the same program with every block in it gives the same logits."""
+    import jax
+
+    from plait.backends.xla.arrays import held_dtype, pool_shape, read
+    from plait.backends.xla.executable import facts_of, tables_of
+
+    module = Model((Attention(), Attention(window=8)) * 3, tied=False)(dtype)
+    run_passes(module, SLICE_PIPELINE)
+    write_slice(tmp_path / "slice", module, random_weights(module), {})
+    refs = read_weights_json(tmp_path / "slice" / "weights.json")
+    script = Script((Turn({0: 13, 1: 1}), Turn({0: 1, 1: 1})), 4)
+    found = []
+    for scan in (True, False):
+        program = Program(module, 4, scan=scan)
+        assert max(segment.repeats for segment in program.segments) == (3 if scan else 1)
+        player = Player(script, kv_classes(module), VOCABULARY)
+        weights = [read(weight, program, refs, tmp_path / "slice", True) for weight in program.weights]
+        shapes = [pool_shape(pool, program, player.pages[pool.kv_class]) for pool in program.pools]
+        pools = [np.zeros(shape, held_dtype("float32", True)) for shape in shapes]
+        run = jax.jit(program.trace, compiler_options=COMPILER_OPTIONS)
+        logits = []
+        for turn in script.turns:
+            for grid in split(player.batches(turn)[0], Buckets(), program.windows, player.pages, 4):
+                out, pools = run(weights, pools, {}, facts_of(grid), tables_of(program, grid), None)
+                logits.append(np.asarray(out["logits"])[grid.logit_rows])
+        found.append(np.concatenate(logits))
     assert np.array_equal(*found)
