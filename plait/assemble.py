@@ -20,6 +20,7 @@ from plait.ir.module import boundary
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from plait.registry import entry, load_backend
 from plait.report import render_report
+from plait.report.code import code_of, slice_code
 from plait.spec import Device, Manifest, ManifestSlice, Plan, PlannedSlice, WeightRef, digest, map_parts, to_yaml
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 DEVICE_CODE = "PLAIT_DEVICE_CODE"
 
 
-def _options(plan: Plan) -> CompileOptions:
+def compile_options(plan: Plan) -> CompileOptions:
     """The bounds of a batch: as many sequences as the plan has memory for, since each takes a ring of every window."""
     return CompileOptions(
         page_tokens=plan.page_tokens,
@@ -100,7 +101,7 @@ def assemble(
             dump_ir.mkdir(parents=True, exist_ok=True)
             (dump_ir / "module.mlir").write_text(print_module(planned.module), "utf-8")
     options = replace(
-        _options(plan),
+        compile_options(plan),
         device_code=_wants_device_code() if device_code is None else device_code,
         progress=lambda done, total, label: progress("kernels", done, total),
     )
@@ -122,7 +123,8 @@ def assemble(
             root = _root(planned)
             files = {os.path.relpath(path, root): facts for path, facts in checkpoint.files.items()}
             manifest = replace(manifest, weight_root=os.path.relpath(root, output), weights=files)
-        (folder / "report.html").write_text(render_report(plan, manifest), "utf-8")
+        codes = [code_of(*slice_code(folder / item.folder)) for item in made]
+        (folder / "report.html").write_text(render_report(plan, manifest, codes), "utf-8")
         artifacts.seal(folder, manifest)
     return artifacts.read_artifact(output)
 
@@ -224,7 +226,7 @@ def _text_files(checkpoint: Checkpoint) -> dict[str, str]:
 def _manifest(planned: Planned, slices: Sequence[ManifestSlice], module_text: str) -> Manifest:
     from plait import __version__
 
-    checkpoint, plan, options = planned.checkpoint, planned.plan, _options(planned.plan)
+    checkpoint, plan, options = planned.checkpoint, planned.plan, compile_options(planned.plan)
     vocabulary = slices[-1].outputs[0].shape[-1]
     assert vocabulary is not None
     assert plan.prediction is not None

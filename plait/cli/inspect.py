@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli.options import Json
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, UsageError
 from plait.words import bytes_text
 
 if TYPE_CHECKING:
@@ -23,13 +24,15 @@ NAME = "inspect"
 HELP = """Say what is in a checkpoint or in an artifact.
 
 Of a checkpoint: family, config, tensors by dtype, parameters, KV cache per token, what is unused. Of an artifact:
-slices, files, memory, where each slice runs. Everything plait would refuse when it compiles or runs is refused here
-too.
+slices, files, memory, where each slice runs, and its machine code: every kernel (on a TPU every program) with what it
+uses and what it is predicted to take. Everything plait would refuse when it compiles or runs is refused here too.
 
 \b
     plait inspect smollm2
     plait inspect model.gguf
-    plait inspect smollm2.plait
+    plait inspect smollm2.plait --why
+    plait inspect smollm2.plait --slice 1 --asm rms_norm
+    plait inspect smollm2.plait --asm "gemm 960x576 16"
 """
 
 
@@ -42,16 +45,35 @@ def command(
         Path | None,
         typer.Option("--config", metavar="FILE", help="The config.json of a weights file that lies alone."),
     ] = None,
+    part: Annotated[
+        int | None, typer.Option("--slice", metavar="N", help="Of an artifact, the machine code of this slice only.")
+    ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Say why each kernel has the tile that it has.")] = False,
+    asm: Annotated[
+        str | None,
+        typer.Option(
+            "--asm",
+            metavar="KERNEL",
+            help="Print one kernel's PTX or AMD assembly, or a TPU program's HLO: its name, then as much of its sizes "
+            "and rows as it takes.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     from plait.artifact import MANIFEST
     from plait.cli.screen import Screen
 
     screen = Screen(as_json=as_json)
-    if (path / MANIFEST).is_file():
-        _artifact(screen, path)
-    else:
+    if not (path / MANIFEST).is_file():
+        if part is not None or why or asm is not None:
+            raise UsageError(
+                "inspect-checkpoint", f"{path} is no artifact", why="--slice, --why and --asm ask for code"
+            )
         _checkpoint(screen, path, config)
+    elif asm is not None:
+        _assembly(screen, path, part, asm)
+    else:
+        _artifact(screen, path, part, why=why)
 
 
 def _checkpoint(screen: Screen, path: Path, config: Path | None) -> None:
@@ -163,10 +185,11 @@ def config_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _artifact(screen: Screen, path: Path) -> None:
+def _artifact(screen: Screen, path: Path, part: int | None, *, why: bool) -> None:
     from plait.cli.tables import facts, memory_table, table
 
     found, plan = artifact_facts(path)
+    chosen = _chosen(found["slices"], part, path)
     weights = found["weights"]
     lines = [
         ("model", f"{found['model']} ({found['family']}), {found['dtype']}"),
@@ -191,7 +214,54 @@ def _artifact(screen: Screen, path: Path) -> None:
     ]
     screen.show(table(("slice", "device", "target", "layers", "runs on", "hands on"), rows, right=("layers",)))
     screen.show(memory_table(plan))
-    screen.result({"artifact": found})
+    for item in chosen:
+        _code(screen, path, item, why=why)
+    screen.result({"artifact": {**found, "slices": chosen}})
+
+
+def _chosen(slices: list[dict[str, Any]], part: int | None, path: Path) -> list[dict[str, Any]]:
+    """All slices, or the one that was asked for."""
+    if part is None:
+        return slices
+    if not 0 <= part < len(slices):
+        why = f"it has {len(slices)}, numbered from 0" if len(slices) > 1 else "it has slice 0 alone"
+        raise UsageError("inspect-slice", f"{path} has no slice {part}", why=why)
+    return [slices[part]]
+
+
+def _code(screen: Screen, path: Path, item: dict[str, Any], *, why: bool) -> None:
+    """The machine code of one slice."""
+    from plait.cli.tables import facts, table
+    from plait.report.code import code_of, slice_code
+
+    code = code_of(*slice_code(path / item["folder"]))
+    if code.none:
+        screen.show(f"no machine code in {item['folder']}, {item['target']}: {code.none}\n")
+        return
+    screen.show(f"machine code of {item['folder']}, {item['target']}", style="bold")
+    screen.show(facts(code.totals))
+    screen.show(table(code.columns, code.rows, right=code.numbers))
+    if code.failed:
+        screen.show(facts(code.failed, title="checks that failed"))
+    if why and code.why:
+        screen.show(facts(code.why, title="why these tiles"))
+
+
+def _assembly(screen: Screen, path: Path, part: int | None, words: str) -> None:
+    """Print the text of one kernel or program; whether the artifact's binary is that very code goes to stderr."""
+    from plait.artifact import read_artifact
+    from plait.cli.assembly import find
+
+    artifact = read_artifact(path)
+    slices = artifact.manifest.slices
+    chosen = range(len(slices)) if part is None else [part]
+    _chosen([{}] * len(slices), part, path)
+    found = find({number: artifact.folder / slices[number].folder for number in chosen}, words)
+    if screen.as_json:
+        screen.result({"asm": found.as_json()})
+        return
+    sys.stdout.write(found.text.rstrip("\n") + "\n")
+    screen.note(found.remark)
 
 
 def artifact_facts(path: Path) -> tuple[dict[str, Any], Any]:
@@ -216,6 +286,7 @@ def artifact_facts(path: Path) -> tuple[dict[str, Any], Any]:
     slices = [
         {
             **{name: item[name] for name in ("folder", "device", "backend", "target", "runs_on", "blocks", "dtype")},
+            "code": _code_json(artifact.folder / item["folder"]),
             "crosses": [f"{out['name']} {out['dtype']}" for out in item["outputs"]],
             "memory": to_dict(planned.memory),
         }
@@ -233,3 +304,12 @@ def artifact_facts(path: Path) -> tuple[dict[str, Any], Any]:
         "weights": {"where": where, "state": state},
         "slices": slices,
     }, plan
+
+
+def _code_json(folder: Path) -> dict[str, Any]:
+    """report.json as it is, and the sizes of the files with code."""
+    from plait.report.code import SUFFIXES, slice_code
+
+    report, sizes = slice_code(folder)
+    files = {name: size for name, size in sorted(sizes.items()) if name.endswith(SUFFIXES)}
+    return {"bytes": sum(files.values()), "files": files, "report": report}

@@ -238,8 +238,10 @@ def test_a_slice_is_tuned_and_the_next_compile_takes_what_was_fastest(folder: Pa
     found = tune_slice(folder, TARGET, Devices(double, ("sm_90",)), OPTIONS, load, lambda *words: heard.append(words))
     count = len([phase for phase, *_ in heard if phase == "measure"])
     assert heard[-1] == ("measure", count, count)
-    assert all(tuned is not None for _, tuned in found)
-    gemm = next(tuned for item, tuned in found if item.request.kernel.name == "gemm" and item.most == 16)
+    assert all(result.tuned is not None for result in found)
+    product = next(r for r in found if r.asked.request.kernel.name == "gemm" and r.asked.most == 16)
+    gemm = product.tuned
+    assert gemm is not None and product.now in [timed.tile for timed in gemm.times]
     blocks = [-(-80 // timed.tile.constants["BLOCK_N"]) for timed in gemm.times]
     assert len(blocks) > 1 and blocks == sorted(blocks) and blocks[0] < blocks[-1]
     assert [timed.us for timed in gemm.times] == [1000.0 * count for count in blocks]

@@ -121,7 +121,7 @@ def make(
         uses[key] += 1
         ops.setdefault(key, step.op)
     choices = [
-        (Use(ops[item.key], uses[item.key], item.most, _sizes(item.need)), choice)
+        (Use(ops[item.key], uses[item.key], item.most, sizes_of(item.need)), choice)
         for item, choice in zip(wanted, answers, strict=True)
     ]
     return Made(plan, code, choices)
@@ -161,7 +161,7 @@ def _names(need: Need, rows: int) -> dict[str, int | str]:
     return {**symbols, **scalars, **tiles}
 
 
-def _sizes(need: Need) -> dict[str, int]:
+def sizes_of(need: Need) -> dict[str, int]:
     """What of a launch does not depend on the batch, strides apart."""
     return {name: value for name, value in need.scalars.items() if isinstance(value, int) and "stride" not in name}
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from xdsl.dialects.builtin import ModuleOp
-
 from plait.backends.base import CompileOptions
 from plait.backends.kernels.gpu.archs import Arch
 from plait.backends.kernels.gpu.build import compile_variant
 from plait.backends.kernels.gpu.choose import Choice
 from plait.backends.kernels.gpu.facts import expectations
-from plait.backends.kernels.gpu.launch import Binary, LaunchPlan
+from plait.backends.kernels.gpu.launch import Binary
 from plait.backends.kernels.gpu.loader import require_triton, source_digest
 from plait.backends.kernels.gpu.pick import Made, coded_name
 from plait.backends.kernels.gpu.steps import steps
 from plait.backends.kernels.gpu.table import KERNELS
-from plait.ir import weights
-from plait.ir.ops import WeightOp
-from plait.ir.ops.base import tensor_type
-from plait.ir.types import QuantType
 
 #: What every binary is checked for; see `plait.backends.kernels.gpu.facts`.
 _CHECKS = ("arch", "spills", "shared-memory", "registers", "occupancy", "arguments")
@@ -28,24 +22,6 @@ _CHECKS = ("arch", "spills", "shared-memory", "registers", "occupancy", "argumen
 def assembly(binary: Binary, arch: str) -> str:
     """PTX, or AMD's assembly, of a plan's binary: from the cache, or made again. Raises as `build.compile_variant`."""
     return compile_variant(KERNELS[binary.kernel], binary.variant, arch).assembly
-
-
-def held(plan: LaunchPlan, module: ModuleOp) -> dict[str, str]:
-    """How quantised weights are held; nothing where there are none."""
-    formats = {name: kind for name, op in weights(module).items() if (kind := _format(op)) is not None}
-    if not formats:
-        return {}
-    kept = {name for weight in plan.weights.values() if weight.part == "codes" for name in weight.names}
-    wide = {name for weight in plan.weights.values() if weight.part == "values" for name in weight.names} & set(formats)
-    parts = [f"{len(kept)} kept as they are stored"] if kept else []
-    kinds = " and ".join(sorted({formats[name] for name in wide}))
-    parts += [f"{len(wide)} of {kinds} dequantised when they are loaded"] if wide else []
-    return {"weights": ", ".join(parts)}
-
-
-def _format(op: WeightOp) -> str | None:
-    kind = tensor_type(op.result, "the weight", len(op.result.type.get_shape())).element_type
-    return str(kind) if isinstance(kind, QuantType) else None
 
 
 def _checks(choice: Choice, arch: Arch) -> dict[str, Any]:

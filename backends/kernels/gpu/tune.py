@@ -32,7 +32,8 @@ from plait.backends.kernels.gpu.draft import Need, Picked
 from plait.backends.kernels.gpu.executor import LaunchSlice
 from plait.backends.kernels.gpu.facts import BinaryError, check, expectations
 from plait.backends.kernels.gpu.here import Devices
-from plait.backends.kernels.gpu.kernel import Variant
+from plait.backends.kernels.gpu.kernel import Tile, Variant
+from plait.backends.kernels.gpu.launch import LaunchPlan
 from plait.backends.kernels.gpu.lower import lower
 from plait.backends.kernels.gpu.pick import Asked, asked, coded, coded_name, key_of, need_key
 from plait.backends.kernels.gpu.steps import batch
@@ -229,6 +230,15 @@ class SliceStand:
         self.close()
 
 
+@dataclass(frozen=True)
+class Result:
+    """What tuning found for one launch: the artifact's tile (None where it has none such), and the times."""
+
+    asked: Asked
+    now: Tile | None
+    tuned: Tuned | None
+
+
 def tune_slice(
     folder: Path,
     target: str,
@@ -236,7 +246,7 @@ def tune_slice(
     options: CompileOptions,
     load: LoadOptions,
     progress: Progress,
-) -> list[tuple[Asked, Tuned | None]]:
+) -> list[Result]:
     """Tune a slice of an artifact on the device here that runs its code. The slice is loaded for that.
 
     Raises:
@@ -257,4 +267,15 @@ def tune_slice(
     running = LaunchSlice(folder, plan, device, clock.device, load)
     wanted = asked(module, target, arch, options)
     with SliceStand(module, target, arch, options, running, load.pages, clock) as stand:
-        return list(zip(wanted, tune(wanted, stand, progress=progress), strict=True))
+        found = tune(wanted, stand, progress=progress)
+    now = _tiles(plan)
+    return [Result(item, now.get((item.key, item.most)), one) for item, one in zip(wanted, found, strict=True)]
+
+
+def _tiles(plan: LaunchPlan) -> dict[tuple[str, int | None], Tile]:
+    """The tiles of a plan, by what asks for them."""
+    return {
+        (key_of(plan, step), choice.most): plan.binaries[choice.binary].variant.tile
+        for step in plan.steps
+        for choice in step.choices
+    }

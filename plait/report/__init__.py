@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -11,6 +12,7 @@ import jinja2
 
 from plait.backends.targets import is_emulated
 from plait.partitioner.report import COLUMNS, MemoryBar, idle_rows, memory_bars, range_text, summary_rows, table_rows
+from plait.report.code import Code
 from plait.spec import Cause, Device, Estimate, Link, Manifest, ManifestSlice, Plan, PlannedSlice
 from plait.words import bytes_text, rate_text, seconds_text
 
@@ -54,8 +56,9 @@ class Row:
     cause: tuple[tuple[str, str], ...]
 
 
-def render_report(plan: Plan, manifest: Manifest) -> str:
-    """The HTML of an artifact's plan: table, memory, predictions, causes, idle devices, assumptions.
+def render_report(plan: Plan, manifest: Manifest, codes: Sequence[Code] = ()) -> str:
+    """The HTML of an artifact's plan: table, memory, predictions, causes, idle devices, assumptions; with `codes`, one
+    for each slice, the machine code too.
 
     Self-contained: no script, no address outside the file. Every text is escaped.
     """
@@ -72,6 +75,7 @@ def render_report(plan: Plan, manifest: Manifest) -> str:
         bars=[_bar(bar) for bar in memory_bars(plan)],
         idle=idle_rows(plan),
         cause=_cause(plan.cause),
+        codes=codes,
         sources={name: SOURCES[name] for name in _sources(plan)},
         devices=[_device(device, plan.dtype) for device in plan.cluster.devices],
         links=_links(plan),
