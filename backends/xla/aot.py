@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from plait import errors
-from plait.backends.base import CompileOptions
+from plait.backends.base import CompileOptions, Progress
 from plait.backends.kernels.gpu.cache import Cache, default_folder
 from plait.backends.xla.chips import CHIPS, GROUP_SIZES
 from plait.backends.xla.record import Attention, Bounds
@@ -79,7 +79,7 @@ def compile_slice(
     cache, key = Cache(default_folder().with_name("xla")), _key(text, request)
     packed, seconds = cache.get(key), None
     if packed is None:
-        packed, seconds = _make(text, request)
+        packed, seconds = _make(text, request, options.progress)
         cache.put(key, packed)
         cache.trim()
     files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
@@ -117,27 +117,44 @@ def _own_digest() -> str:
     return digest.hexdigest()
 
 
-def _make(text: str, request: dict[str, object]) -> tuple[bytes, float]:
+def _make(text: str, request: dict[str, object], progress: Progress) -> tuple[bytes, float]:
     """Run `build` in a process of its own: its files in one piece, and the seconds it took."""
     with tempfile.TemporaryDirectory(prefix="plait-xla-") as name:
         folder = Path(name)
         (folder / "out").mkdir()
         (folder / "slice.mlir").write_text(text, "utf-8")
         (folder / "request.json").write_text(json.dumps(request), "utf-8")
+        status, output = _run(folder, request, progress)
+        _raise_error(folder, status, output)
+        files = {path.name: path.read_bytes() for path in sorted((folder / "out").iterdir())}
+        return msgspec.msgpack.encode(files), float((folder / "seconds").read_text())
+
+
+def _run(folder: Path, request: dict[str, object], progress: Progress) -> tuple[int, str]:
+    """The exit status of `build`, and the end of what it said beside its progress."""
+    with (folder / "said").open("wb+") as said:
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "plait.backends.xla.build", str(folder)],
                 env=environment(request),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                check=False,
+                stderr=said,
+                text=True,
             )
         except OSError as error:
             raise system_error(error) or error from error
-        _raise_error(folder, done)
-        files = {path.name: path.read_bytes() for path in sorted((folder / "out").iterdir())}
-        return msgspec.msgpack.encode(files), float((folder / "seconds").read_text())
+        with process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    done, total, label = line.split()
+                    progress(int(done), int(total), label)
+            except BaseException:
+                process.kill()
+                raise
+        said.seek(max(0, said.tell() - _LAST))
+        return process.returncode, said.read().decode(errors="replace").strip()
 
 
 def environment(request: dict[str, object]) -> dict[str, str]:
@@ -158,7 +175,7 @@ def environment(request: dict[str, object]) -> dict[str, str]:
     }
 
 
-def _raise_error(folder: Path, done: subprocess.CompletedProcess[bytes]) -> None:
+def _raise_error(folder: Path, status: int, output: str) -> None:
     """Raise what the process reported, or that it died."""
     report = folder / "error.json"
     if report.is_file():
@@ -167,8 +184,6 @@ def _raise_error(folder: Path, done: subprocess.CompletedProcess[bytes]) -> None
         if said["kind"] == FitError.__name__:
             raise FitError(said["what"], rows=tuple(said["rows"]), **texts)
         raise getattr(errors, said["kind"])(said["code"], said["what"], **texts)
-    if done.returncode:
-        number = done.returncode
-        how = f"exit status {number}" if number > 0 else signal.strsignal(-number) or f"signal {-number}"
-        output = done.stdout.decode(errors="replace")[-_LAST:].strip()
+    if status:
+        how = f"exit status {status}" if status > 0 else signal.strsignal(-status) or f"signal {-status}"
         raise PlaitError("xla-compile", "the TPU compiler failed", why=f"{how}\n{output}", hint="report this")

@@ -88,8 +88,11 @@ def build(module: ModuleOp, request: Request) -> dict[str, bytes]:
     # The first program, a decode of many, says how weights lie in memory; the others take them as they are.
     made = [maker.make(wanted[0], None)]
     formats = made[0].input_formats[0][0]
+    _tell(1, shapes)
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
-        made += pool.map(lambda one: maker.make(one, formats), wanted[1:])
+        for compiled in pool.map(lambda one: maker.make(one, formats), wanted[1:]):
+            made.append(compiled)
+            _tell(len(made), shapes)
     files = {}
     for shape, compiled in zip(shapes, made, strict=True):
         files[f"{name_of(shape)}.{request.platform}"] = compiled.runtime_executable().serialize()
@@ -123,6 +126,11 @@ def build(module: ModuleOp, request: Request) -> dict[str, bytes]:
     }
     report = {"programs": rows, "weight_layouts": layouts, "versions": record.versions, "pages": pages}
     return files | {"report.json": json.dumps(report).encode()}
+
+
+def _tell(done: int, shapes: Sequence[Shape]) -> None:
+    """A line of progress, for `aot`."""
+    print(done, len(shapes), name_of(shapes[done - 1]), flush=True)
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,9 @@ def _sizes(message: str) -> list[tuple[str, str]]:
 def _row(chip: Chip, needed: int) -> dict[str, int | str]:
     return {
         "device": chip.kind,
-        "needed_bytes": needed,
-        "free_bytes": chip.hbm_bytes,
-        "short_bytes": needed - chip.hbm_bytes,
+        "needed": needed,
+        "free": chip.hbm_bytes,
+        "short_by": needed - chip.hbm_bytes,
     }
 
 
