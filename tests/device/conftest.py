@@ -20,8 +20,8 @@ from tests.device.machine import SLACK, Machine, OnDevice, find
 from tests.kernels import Runner, on
 
 LONG, SHARE = 100, 7
-"""Of a list of more tests than that, one in so many runs. It shares no factor with the lengths of the lists that make
-it up, so every value is there."""
+"""Of more than so many tests of one list, marked slow, one in so many runs. It shares no factor with the numbers of
+values that make up the list, so each of them is there."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     lists: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("device"):
+        if item.get_closest_marker("device") and item.get_closest_marker("slow"):
             lists[item.nodeid.partition("[")[0]].append(item)
     dropped = {item for long in lists.values() if len(long) > LONG for item in set(long) - set(long[::SHARE])}
     config.hook.pytest_deselected(items=list(dropped))

@@ -161,7 +161,7 @@ class OnDevice:
             x, y, z = (evaluate(axis, names) for axis in kernel.grid)
             grid = (x, y, z)
         there = blocks(pointers)
-        memory = {block.start: (block, self._send(block)) for block in there.values()}
+        memory = {start: (block, self._send(block)) for start, block in {b.start: b for b in there.values()}.items()}
         regions = [
             None if array is None else Region(memory[there[name].start][1], *_place(there[name], array))
             for name, array in ((name, pointers[name]) for name in kernel.pointers)

@@ -33,7 +33,8 @@ GROWING = Script(
     ),
     4,
 )
-SCRIPTS = {"short": gpu_slices.SCRIPT, "growing": GROWING}
+SHORT = Script((Turn({0: 3, 1: 1}), _decode(0, 1), _decode(1, 0), _decode(0), _decode(0)), 4)
+SCRIPTS = {"short": SHORT, "growing": GROWING}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
