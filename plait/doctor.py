@@ -66,12 +66,57 @@ def _wheels() -> Iterator[Check]:
         yield _wheel(name[0], "FAIL" if extra is None else "WARN", extra[1] if extra else "")
 
 
-def _wheel(name: str, when_missing: Status, extra: str) -> Check:
+#: What each vendor's software is for: the wheels that bring it, the extra that installs one of them.
+_TOOLS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("triton", ("triton",), "gpu", "machine code for GPUs, none of which needs to be here"),
+    ("libtpu", ("libtpu",), "tpu", "machine code for TPUs, none of which needs to be here"),
+    ("cupy", ("cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0"), "cuda12", "running that code where a GPU is"),
+    ("torch-mlir", ("torch-mlir",), "import", "plait export, and models that plait has no ops for"),
+)
+
+
+def _tools() -> Iterator[Check]:
+    for name, wheels, extra, use in _TOOLS:
+        found = [
+            f"{wheel} {version}".removeprefix(f"{name} ")
+            for wheel in wheels
+            if (version := _version(wheel)) is not None
+        ]
+        install = f"pip install 'plait[{extra}]'" + ("; or cuda13, rocm7" if name == "cupy" else "")
+        reason = f"{found[0]}, for {use}" if found else f"not installed ({install}): for {use}"
+        yield Check(name, "PASS" if found else "WARN", reason)
+
+
+def _version(wheel: str) -> str | None:
     try:
-        return Check(f"wheel {name}", "PASS", importlib.metadata.version(name))
+        return importlib.metadata.version(wheel)
     except importlib.metadata.PackageNotFoundError:
-        package = f"plait[{extra}]" if extra else "plait"
-        return Check(f"wheel {name}", when_missing, f"not installed: pip install '{package}'")
+        return None
+
+
+def _cache() -> Iterator[Check]:
+    """Where compiled code is kept, so that it is not made twice."""
+    from plait.backends.kernels.gpu.cache import DEFAULT_LIMIT_BYTES, default_folder
+
+    folder = default_folder().parent
+    sizes = {}
+    for part in ("kernels", "xla", "tuned"):
+        files = [path.stat().st_size for path in (folder / part).glob("??/*")]
+        sizes[part] = f"{part} {bytes_text(sum(files))} in {len(files)}"
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = os.access(nearest, os.W_OK)
+    reason = f"{folder}: {', '.join(sizes.values())}; each at most {bytes_text(DEFAULT_LIMIT_BYTES)}"
+    if not writable:
+        reason += "; it cannot be written: set PLAIT_CACHE to a folder that can"
+    yield Check("cache", "PASS" if writable else "WARN", reason)
+
+
+def _wheel(name: str, when_missing: Status, extra: str) -> Check:
+    version = _version(name)
+    if version is not None:
+        return Check(f"wheel {name}", "PASS", version)
+    package = f"plait[{extra}]" if extra else "plait"
+    return Check(f"wheel {name}", when_missing, f"not installed: pip install '{package}'")
 
 
 def _host() -> Iterator[Check]:
@@ -227,6 +272,8 @@ def write_tiny_llama(folder: Path, blocks: int = 2) -> None:
 _CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("python", _python),
     ("wheels", _wheels),
+    ("tools", _tools),
+    ("cache", _cache),
     ("host", _host),
     ("memfd", _shared_memory),
     ("accelerators", _devices),
