@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -25,8 +26,21 @@ class Runner(Protocol):
     ) -> None: ...
 
 
-#: Runners, and how many times as wrong as the host's their float32 functions may be (exp, erf, rsqrt, division).
-_runners: list[tuple[Runner, float]] = [(interpret.run, 1.0)]
+@dataclass(frozen=True)
+class Place:
+    """Where kernels run, and how exact the arithmetic is there.
+
+    Attributes:
+        functions: how many times as wrong as the host's the functions of float32 may be: exp, erf, rsqrt, division.
+        fp8_loss: what a sum of products of fp8 may lose, as a part of the sum of their magnitudes.
+    """
+
+    run: Runner
+    functions: float = 1.0
+    fp8_loss: float = 0.0
+
+
+_places = [Place(interpret.run)]
 
 
 def run(
@@ -37,24 +51,24 @@ def run(
     grid: tuple[int, int, int] | None = None,
 ) -> None:
     """Launch a kernel on arrays of the host; written arrays are changed in place."""
-    current()(kernel, variant, pointers, scalars, grid)
+    here().run(kernel, variant, pointers, scalars, grid)
 
 
-def current() -> Runner:
-    """What runs them now."""
-    return _runners[-1][0]
+def here() -> Place:
+    """Where they run now."""
+    return _places[-1]
 
 
 def slack() -> float:
     """What to multiply the limits of float32 results with."""
-    return _runners[-1][1]
+    return here().functions
 
 
 @contextmanager
-def on(runner: Runner, slack: float) -> Iterator[None]:
+def on(place: Place) -> Iterator[None]:
     """Kernels run there meanwhile."""
-    _runners.append((runner, slack))
+    _places.append(place)
     try:
         yield
     finally:
-        _runners.pop()
+        _places.pop()

@@ -33,9 +33,6 @@ Bytes = NDArray[np.uint8]
 #: Bytes on either side of what a kernel is given, which it must leave alone.
 GUARD = 4096
 
-#: exp, rsqrt, erf and division of a chip: two units in the last place each, where the host has half a one.
-SLACK = 4.0
-
 
 @dataclass(frozen=True)
 class Machine:

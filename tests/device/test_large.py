@@ -247,11 +247,11 @@ STREAMS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 def test_streams(gpu: Machine, name: str, index: int) -> None:
     """With the tiles that are shipped."""
     test, arguments = STREAMS[name]
-    inner = kernels.current()
+    place = kernels.here()
 
     def shipped(kernel: Kernel, variant: Variant, *launch: Any) -> None:
         tiles = table.candidates(kernel, variant.types, variant.constants, gpu.arch, None)
-        inner(kernel, replace(variant, tile=tiles[index % len(tiles)]), *launch)
+        place.run(kernel, replace(variant, tile=tiles[index % len(tiles)]), *launch)
 
-    with kernels.on(shipped, kernels.slack()):
+    with kernels.on(replace(place, run=shipped)):
         test(np.random.default_rng(0), "bf16", *arguments)

@@ -94,7 +94,7 @@ def _add(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, work: Callable[[list[n
     pointers = {"x": both[:, :16], "y": both[:, 16:], "out": out}
     variant = Variant("add", dict.fromkeys(pointers, "fp32"), {}, Tile({"BLOCK": 16}))
     scalars = {"rows": 2, "N": 16, "x_stride": 32, "y_stride": 32, "out_stride": 16}
-    with kernels.on(OnDevice(device, ARCHS["sm_90a"], tmp_path), 1.0):  # type: ignore[arg-type]
+    with kernels.on(kernels.Place(OnDevice(device, ARCHS["sm_90a"], tmp_path))):  # type: ignore[arg-type]
         kernels.run(KERNELS["add"], variant, pointers, scalars)
     return device, both, out
 
