@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Array = NDArray[np.generic]
 Int32 = NDArray[np.int32]
 
+TOKENS = "tokens"
+"""What the last slice returns in place of `logits` where `Batch.greedy` says so."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -41,6 +44,7 @@ class Batch:
             Token at position p lies in page `table[s, p // page_tokens]`, slot `p % page_tokens`. In a window class
             entries repeat (a ring): read only keys with `position > query_position - window`.
         logit_rows: [R] tokens whose logits are wanted, ascending; the logits op returns exactly these rows.
+        greedy: of the logits only the best token of each row is wanted: `best_tokens`.
     """
 
     tokens: Int32
@@ -49,6 +53,7 @@ class Batch:
     kv_lens: Int32
     page_tables: Mapping[str, Int32]
     logit_rows: Int32
+    greedy: bool = False
 
     @property
     def token_count(self) -> int:
@@ -69,6 +74,14 @@ class Batch:
             assert (self.positions[starts[s] : starts[s + 1]] == expected).all(), "new tokens are the last ones"
         assert (np.diff(self.logit_rows) > 0).all(), "logit_rows ascend"
         assert all(table.shape[0] == self.sequence_count for table in self.page_tables.values())
+
+
+def best_tokens(logits: Array) -> Int32:
+    """[R] of float32 logits [R, vocabulary]: the first index of the largest of each row; -1 where the largest is no
+    finite number, a NaN counting as larger than all."""
+    best = logits.argmax(axis=1)
+    largest = np.take_along_axis(logits, best[:, None], axis=1)[:, 0]
+    return np.where(np.isfinite(largest), best, -1).astype(np.int32)
 
 
 Progress = Callable[[int, int, str], None]
@@ -142,7 +155,7 @@ class Executable(Protocol):
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Run one batch; append its K and V to the pages. Inputs and outputs are the slice's boundary tensors by name
         (the slice's module names them); bfloat16 is `ml_dtypes.bfloat16`. The last slice returns `logits`
-        [R, vocabulary]."""
+        [R, vocabulary], or `best_tokens` of them as `tokens`, int32 [R], where the batch is greedy."""
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         """K and V of these physical pages of the slice's `layer`-th KV value, as (page, token, kv_head, head_dim)."""

@@ -21,7 +21,7 @@ from plait.runtime import board as boards
 from plait.runtime.board import Board
 from plait.runtime.messages import SliceInfo, SliceSpec, step_info
 from plait.runtime.scheduler import Step
-from plait.runtime.stage import LOGITS, Stage
+from plait.runtime.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class LocalChain:
         assert self._stage is not None
         info = step_info(step, time.monotonic_ns())
         values = self._stage.run(step.id, step.batch, {}, info.sent_ns)
-        sampled = self._stage.sample(step.id, values[LOGITS], info)
+        sampled = self._stage.sample(step.id, values, info)
         self._replies.append(Reply(step.id, sampled.tokens.tolist(), sampled.logits))
 
     def ask(self) -> None:

@@ -32,6 +32,7 @@ Array = NDArray[Any]
 BATCH = "batch/"
 TABLE = "page_table/"
 BOUNDARY = "boundary/"
+GREEDY = "greedy"
 _BATCH_FIELDS = ("tokens", "positions", "query_starts", "kv_lens", "logit_rows")
 
 
@@ -150,6 +151,7 @@ def step_info(step: Step, sent_ns: int) -> StepInfo:
 def batch_tensors(batch: Batch) -> dict[str, Array]:
     """A batch as the tensors of a frame. The inverse of `read_batch`."""
     tensors: dict[str, Array] = {BATCH + name: getattr(batch, name) for name in _BATCH_FIELDS}
+    tensors[BATCH + GREEDY] = np.array([batch.greedy])
     return tensors | {BATCH + TABLE + name: table for name, table in batch.page_tables.items()}
 
 
@@ -159,7 +161,7 @@ def read_batch(tensors: Mapping[str, Array]) -> tuple[Batch, dict[str, Array]]:
     tables = {name.removeprefix(prefix): table for name, table in tensors.items() if name.startswith(prefix)}
     boundary = {name.removeprefix(BOUNDARY): array for name, array in tensors.items() if name.startswith(BOUNDARY)}
     facts = {name: tensors[BATCH + name].astype(np.int32, copy=False) for name in _BATCH_FIELDS}
-    return Batch(**facts, page_tables=tables), boundary
+    return Batch(**facts, page_tables=tables, greedy=bool(tensors[BATCH + GREEDY][0])), boundary
 
 
 def _where(error: BaseException) -> str:

@@ -43,6 +43,11 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, whatever the seed."""
+        return self.temperature == 0 or self.top_k == 1
+
     def __post_init__(self) -> None:
         rules = {
             "temperature": (_is(self.temperature, Real) and 0 <= self.temperature < math.inf, "a finite number >= 0"),
@@ -68,18 +73,33 @@ def sample(logits: Logits, params: SamplingParams, position: int) -> int:
     """
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
-        raise WorkerError(
-            "logits-not-finite",
-            f"the logits for position {position} hold {float(logits[best])}",
-            hint="compute in a wider dtype, or check the checkpoint",
-        )
-    if params.temperature == 0 or params.top_k == 1:
+        raise _not_finite(position, f"{float(logits[best])}")
+    if params.greedy:
         return best
     ids, probabilities = candidates(logits, params)
     generator = np.random.Generator(np.random.Philox(key=np.array([params.seed, position], np.uint64)))
     cumulative = np.cumsum(probabilities)
     chosen = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
     return int(ids[min(chosen, len(ids) - 1)])
+
+
+def sampled(token: int, position: int) -> int:
+    """The same where a slice chose already, greedily: its token (`plait.backends.base.best_tokens`).
+
+    Raises:
+        WorkerError: `logits-not-finite`.
+    """
+    if token < 0:
+        raise _not_finite(position, "a NaN or an infinity")
+    return token
+
+
+def _not_finite(position: int, found: str) -> WorkerError:
+    return WorkerError(
+        "logits-not-finite",
+        f"the logits for position {position} hold {found}",
+        hint="compute in a wider dtype, or check the checkpoint",
+    )
 
 
 def candidates(logits: Logits, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

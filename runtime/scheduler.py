@@ -82,6 +82,11 @@ class Row:
     position: int | None
     keep: bool
 
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing but its best token is wanted."""
+        return self.position is not None and not self.keep and self.sequence.params.greedy
+
 
 @dataclass(frozen=True)
 class Step:
@@ -255,6 +260,7 @@ class Scheduler:
                 [(sequence.id, length) for (sequence, _), length in zip(shares, lens, strict=True)]
             ),
             logit_rows=np.array(logit_rows, np.int32),
+            greedy=all(row.greedy for row in rows),
         )
         self._steps += 1
         return Step(self._steps, batch, tuple(sequence for sequence, _ in shares), tuple(rows))

@@ -11,19 +11,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.backends.base import Batch, Executable, LoadOptions
+from plait.backends.base import TOKENS, Batch, Executable, LoadOptions
 from plait.errors import WorkerError
 from plait.runtime import board as columns
 from plait.runtime.board import Board
 from plait.runtime.messages import Failure, SliceInfo, SliceSpec, StepInfo
-from plait.runtime.sampler import sample
+from plait.runtime.sampler import sample, sampled
 from plait.spec import Boundary
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
 
 LOGITS = "logits"
-"""The output of the last slice."""
+"""The output of the last slice; `plait.backends.base.TOKENS` in a greedy step."""
+
+_BEST = Boundary(TOKENS, (None,), "int32")
 
 
 class Sampled(NamedTuple):
@@ -62,7 +64,7 @@ class Stage:
             sent_ns: when the step was handed over.
 
         Returns:
-            The boundary tensors that later slices read, or `logits` after the last slice.
+            The boundary tensors that later slices read; after the last slice `logits`, or `tokens` in a greedy step.
 
         Raises:
             PlaitError: naming the slice and its device.
@@ -85,17 +87,21 @@ class Stage:
             row[columns.FINISHED] = step
         return values
 
-    def sample(self, step: int, logits: Array, info: StepInfo) -> Sampled:
-        """Sample what a step asked for.
+    def sample(self, step: int, values: Tensors, info: StepInfo) -> Sampled:
+        """Sample what a step asked for, from what `run` returned.
 
         Raises:
             WorkerError: `logits-not-finite`, naming the last slice and the step.
         """
         try:
-            tokens = [sample(logits[ask.row], ask.params, ask.position) for ask in info.samples]
+            if TOKENS in values:
+                tokens = [sampled(int(values[TOKENS][ask.row]), ask.position) for ask in info.samples]
+            else:
+                tokens = [sample(values[LOGITS][ask.row], ask.params, ask.position) for ask in info.samples]
         except WorkerError as err:
             raise Failure.of(err, self._slices[-1][0].label, f"sampling step {step}").error() from err
-        return Sampled(np.array(tokens, np.int32), logits[info.keep_rows].astype(np.float32, copy=False))
+        kept = values[LOGITS][info.keep_rows] if info.keep_rows else np.zeros((0, 0), np.float32)
+        return Sampled(np.array(tokens, np.int32), kept.astype(np.float32, copy=False))
 
     def info(self) -> list[SliceInfo]:
         """Where each slice runs, and its counters."""
@@ -131,9 +137,9 @@ def _checked(spec: SliceSpec, batch: Batch, outputs: Tensors, inputs: Tensors) -
 
     `inputs` that later slices read too pass through.
     """
-    boundaries = {boundary.name: boundary for boundary in spec.outputs}
+    boundaries = {boundary.name: boundary for boundary in (_BEST, *spec.outputs)}
     kept: dict[str, Array] = {}
-    for name in spec.keep:
+    for name in [TOKENS if name == LOGITS and batch.greedy else name for name in spec.keep]:
         if name not in outputs:
             if name in inputs and name not in boundaries:
                 kept[name] = inputs[name]
@@ -141,7 +147,8 @@ def _checked(spec: SliceSpec, batch: Batch, outputs: Tensors, inputs: Tensors) -
             raise WorkerError("boundary", f"{spec.label} did not return {name!r}", why=f"it returned {list(outputs)}")
         kept[name] = outputs[name]
         if name in boundaries:
-            _check(spec, boundaries[name], len(batch.logit_rows) if name == LOGITS else batch.token_count, kept[name])
+            rows = len(batch.logit_rows) if name in (LOGITS, TOKENS) else batch.token_count
+            _check(spec, boundaries[name], rows, kept[name])
     return kept
 
 

@@ -83,7 +83,7 @@ def _answer(frame: Frame, stage: Stage, last: bool, me: str) -> Frame:
     batch, boundary = read_batch(frame.tensors)
     values = stage.run(frame.step, batch, boundary, info.sent_ns)
     if last:
-        sampled = stage.sample(frame.step, values[LOGITS], info)
+        sampled = stage.sample(frame.step, values, info)
         tensors = {"tokens": sampled.tokens, LOGITS: sampled.logits}
         kind = "result"
     else:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.backends.base import Array, Batch, Int32, LoadOptions
+from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions, best_tokens
 from plait.errors import FitError, UnsupportedError
 from plait.spec import Boundary, KVLayout, Manifest, ManifestSlice, kv_class
 
@@ -96,7 +96,8 @@ class FakeExecutable:
             return {"hidden": hidden[: len(hidden) - short].astype(self.config["dtype"]), **skip}
         rows = [scores(row) for row in hidden[batch.logit_rows].tolist()]
         logits = np.array(rows, np.float32).reshape(-1, VOCAB)
-        return {"logits": np.full_like(logits, np.nan) if NAN in batch.tokens else logits}
+        logits = np.full_like(logits, np.nan) if NAN in batch.tokens else logits
+        return {TOKENS: best_tokens(logits)} if batch.greedy else {"logits": logits}
 
     def attend(self, batch: Batch, hidden: Array, i: int, window: int | None) -> Array:
         cache, table, layer = self.caches[i], batch.page_tables[kv_class(window)], self.start + i

@@ -133,6 +133,15 @@ OPS: dict[str, Build] = {
 }
 
 
+SUMS = op(lambda b, rows: {"logits": b.logits(b.add(_sum(b, rows, "xy"), _sum(b, rows, "zu")), "w", 97)})
+"""Logits of the sum of four tables."""
+
+
+def _sum(b: Builder, rows: Callable[[str, int], SSAValue], names: str) -> SSAValue:
+    x, y = (rows(name, HIDDEN) for name in names)
+    return b.add(x, y)
+
+
 def _pair(b: Builder, x: SSAValue, biased: bool) -> dict[str, SSAValue]:
     """Two products of one input, which the passes fuse."""
     return {n: b.linear(x, f"{n}.w", out, f"{n}.b" if biased else None) for n, out in (("y", 40), ("z", 24))}

@@ -10,12 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
 from xdsl.ir import Attribute
 
-from plait.backends.base import Backend, Batch, CompileOptions, Executable, LoadOptions
+from plait.backends.base import TOKENS, Backend, Batch, CompileOptions, Executable, LoadOptions
 from plait.backends.conformance.models import (
     ATTENTIONS,
     DEEP,
@@ -23,6 +24,7 @@ from plait.backends.conformance.models import (
     MODELS,
     OPS,
     QUANTISED,
+    SUMS,
     VOCABULARY,
     Build,
     attention,
@@ -103,13 +105,19 @@ class Bench:
     def options(self) -> CompileOptions:
         return CompileOptions(device_code=self.device_code)
 
-    def load(self, module: ModuleOp, player: Player, name: str = "slice") -> Executable:
-        """Compile and load one slice's module."""
+    def load(
+        self,
+        module: ModuleOp,
+        player: Player,
+        name: str = "slice",
+        tensors: Mapping[str, NDArray[Any] | Quantised] | None = None,
+    ) -> Executable:
+        """Compile and load one slice's module, with random weights where none are given."""
         script, folder = player.script, self.folder / name
         bounds = {"max_step_tokens": script.step_tokens, "max_sequences": script.sequences}
         options = replace(self.options, page_tokens=script.page_tokens, **bounds)  # type: ignore[arg-type]
         compiled = self.backend.compile(module, self.target, options)
-        write_slice(folder, module, random_weights(module), dict(compiled.files))
+        write_slice(folder, module, tensors or random_weights(module), dict(compiled.files))
         asked = LoadOptions(player.pages, script.page_tokens, threads=1, weight_root=folder, **bounds)
         return self.backend.load(folder, self.target.partition(":")[2] or self.target, asked)
 
@@ -141,6 +149,8 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
         yield f"kv-{name}", _or_refused(build, _against_oracle(build, "pages4", OP_TOLERANCE))
     yield "refuses-unknown-attribute", _refuses_unknown_attribute
     yield "slices-equal", _slices_equal
+    yield "greedy", _greedy
+    yield "greedy-ties", _greedy_ties
     if dtype != "float32":
         return
     for script in ("one", "long"):
@@ -331,6 +341,65 @@ def _slices_equal(bench: Bench, dtype: str) -> None:
             same = got.shape == want.shape and (bench.shapes_only or np.array_equal(got, want))
             off = np.abs(got - want).max() if got.size else 0.0
             assert same, f"{parts} slices give other logits than one in step {index}, by up to {off:.3g}"
+
+
+def _greedy(bench: Bench, dtype: str) -> None:
+    """Greedy steps return the best tokens of the logits that others return, and leave everything else as it is."""
+    whole = MODELS["gqa"](dtype)
+    player = Player(SCRIPTS["pages4"], kv_classes(whole), VOCABULARY)
+    ways: dict[bool, list[Executable]] = {True: [], False: []}
+    for index, module in enumerate(slice_modules(whole, [(0, 1), (1, 2)])):
+        run_passes(module, SLICE_PIPELINE)
+        for greedy, loaded in ways.items():
+            loaded.append(bench.load(module, player, f"{index}-{greedy}"))
+    for turn in player.script.turns:
+        asked, made = player.batches(turn)[0], []
+        for greedy, (first, last) in ways.items():
+            batch = replace(asked, greedy=greedy)
+            crossed = first.step(batch, {})
+            made.append((crossed, last.step(batch, crossed)))
+        (crossed, tokens), (equal, logits) = made
+        assert set(crossed) == set(equal), f"a greedy step crosses as {sorted(crossed)}, not {sorted(equal)}"
+        assert bench.shapes_only or all(np.array_equal(crossed[name], equal[name]) for name in equal)
+        _check_best(bench, tokens, logits["logits"])
+    for executable in (*ways[True], *ways[False]):
+        executable.close()
+
+
+def _greedy_ties(bench: Bench, dtype: str) -> None:
+    """Of equal logits the first is the best; a row whose largest is infinite or a NaN has none."""
+    # Weights are finite, sums of them need not be: with the tokens of the first rows they are infinite, and then a NaN.
+    module = SUMS(dtype)
+    player = Player(SCRIPTS["pages4"], {"full": None}, VOCABULARY)
+    tensors = cast(dict[str, NDArray[np.float32]], random_weights(module))
+    tensors["w"][50:] = tensors["w"][: len(tensors["w"]) - 50]
+    largest = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    for name, values in {"x": (1, 1), "y": (1, 1), "z": (0, -1), "u": (0, -1)}.items():
+        tensors[name][:2] = 0
+        tensors[name][:2, 7] = np.multiply(values, largest)
+    run_passes(module, SLICE_PIPELINE)
+    with closing(bench.load(module, player, tensors=tensors)) as executable:
+        for turn in player.script.turns:
+            batch = player.batches(turn)[0]
+            batch = replace(batch, tokens=batch.tokens % 5)  # some of each
+            made = executable.step(replace(batch, greedy=True), {})
+            _check_best(bench, made, executable.step(batch, {})["logits"])
+            if not bench.shapes_only:
+                strange = batch.tokens[batch.logit_rows] < 2
+                assert np.array_equal(made[TOKENS] == -1, strange), f"{made[TOKENS]}, and no number are {strange}"
+                assert (made[TOKENS] < 50).all(), f"{made[TOKENS]}: not the first of equals"
+
+
+def _check_best(bench: Bench, made: Mapping[str, Array], logits: Array) -> None:
+    """What a greedy step returned, against the logits of the same rows."""
+    assert set(made) == {TOKENS}, f"a greedy step returned {sorted(made)}, not {TOKENS}"
+    got, want = made[TOKENS], []
+    for row in logits.tolist():
+        finite = np.isfinite(max(row)) and not np.isnan(row).any()
+        want.append(row.index(max(row)) if finite else -1)
+    assert got.dtype == np.int32, f"tokens are {got.dtype}, not int32"
+    assert got.shape == (len(logits),), f"tokens are {got.shape}, not {(len(logits),)}"
+    assert bench.shapes_only or got.tolist() == want, f"the best tokens are {want}, not {got.tolist()}"
 
 
 def _element(module: ModuleOp) -> Attribute:

@@ -12,7 +12,7 @@ from torch import Tensor
 from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import SSAValue
 
-from plait.backends.base import Array, Batch, Int32, LoadOptions
+from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions, best_tokens
 from plait.backends.kernels.arrays import TORCH_DTYPES, to_numpy, to_torch
 from plait.backends.kernels.attention import Cache
 from plait.backends.kernels.lowering import check_weights, dequantised
@@ -21,7 +21,7 @@ from plait.backends.kernels.torch_eager import LOWERING
 from plait.backends.weights import read_weight, read_weights_json
 from plait.ir import kv_layouts, read_module, signature, weights
 from plait.ir.module import ops
-from plait.ir.ops import PlaitOp, WeightOp
+from plait.ir.ops import SCORING, PlaitOp, WeightOp
 from plait.ir.types import KVType, dtype_name
 from plait.spec import KVLayout, kv_class
 
@@ -46,7 +46,7 @@ class TorchSlice:
         self._dequantised = dequantised(module)
         self._held: dict[tuple[str, str], Tensor] = {}
         sig = signature(module)
-        self._outputs = list(sig.outputs)
+        self._outputs = {name: isinstance(value.owner, SCORING) for name, value in sig.outputs.items()}
         self._input_names = list(sig.inputs)
         with torch.inference_mode():
             self._caches: dict[SSAValue, Cache] = {value: self._cache(value, options) for value in sig.kv.values()}
@@ -69,7 +69,11 @@ class TorchSlice:
                 for slot in dead:
                     slots[slot] = None
             self._steps += 1
-            return {name: to_numpy(slots[slot]) for name, slot in zip(self._outputs, self._results, strict=True)}
+            made = {}
+            for (name, is_logits), slot in zip(self._outputs.items(), self._results, strict=True):
+                values = to_numpy(slots[slot])
+                made |= {TOKENS: best_tokens(values)} if is_logits and batch.greedy else {name: values}
+            return made
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         with torch.inference_mode():

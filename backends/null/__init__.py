@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plait.backends.base import Array, Batch, CompiledSlice, CompileOptions, Executable, Int32, LoadOptions
+from plait.backends.base import (
+    TOKENS,
+    Array,
+    Batch,
+    CompiledSlice,
+    CompileOptions,
+    Executable,
+    Int32,
+    LoadOptions,
+    best_tokens,
+)
 from plait.backends.kernels.lowering import Lowering
 from plait.backends.targets import arch_of
 from plait.backends.weights import DTYPES
@@ -72,8 +82,11 @@ class NullSlice:
         for expected in self._inputs:
             assert inputs[expected.name].shape == (batch.token_count, *expected.shape[1:]), expected
         self._steps, self._tokens = self._steps + 1, self._tokens + batch.token_count
-        counts = {True: len(batch.logit_rows), False: batch.token_count}
-        return {kind.name: _zeros(kind, counts[is_logits]) for kind, is_logits in self._outputs}
+        made = {}
+        for kind, is_logits in self._outputs:
+            values = _zeros(kind, len(batch.logit_rows) if is_logits else batch.token_count)
+            made |= {TOKENS: best_tokens(values)} if is_logits and batch.greedy else {kind.name: values}
+        return made
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         layout = self.kv_layouts[layer]

@@ -33,7 +33,7 @@ from plait.errors import WorkerError
 T = TypeVar("T")
 Array = NDArray[Any]
 
-VERSION = 1
+VERSION = 2
 """Counts changes of the wire format. Two workers may run different installs of plait: they must agree on this."""
 
 ALIGN = 64

@@ -19,7 +19,14 @@ SUBJECTS = {"cuda": (Interpreted(CUDA), "cuda:sm_90a"), "rocm": (Interpreted(ROC
 
 #: Always run, on both and in every dtype that is named: what the other cases are made of.
 ALWAYS = {
-    "float32": ("op-rms_norm", "op-linear-bias", "op-logits", "attention-gqa3-pages16", "attention-window8-pages4"),
+    "float32": (
+        "op-rms_norm",
+        "op-linear-bias",
+        "op-logits",
+        "greedy-ties",
+        "attention-gqa3-pages16",
+        "attention-window8-pages4",
+    ),
     "bfloat16": ("op-add_rms_norm", "op-linears", "attention-softcap-sinks-pages4", "quantised-linear-u4-zeros"),
     "float16": ("op-rope-llama3", "quantised-linear-e4m3fn-tensor", "kv-e4m3fn"),
 }

@@ -43,7 +43,7 @@ def test_a_block_is_ten_launches() -> None:
     attention = ["rope_write", "attention_decode", "attention_combine", "attention_prefill"]
     assert _block(kernels) == ["rms_norm", "gemm", *attention, "gemm", "rms_norm", "gemm_gated", "gemm"]
     assert kernels[:1] == ["embed"]
-    assert kernels[-2:] == ["gather_rows", "gemm"]
+    assert kernels[-3:] == ["gather_rows", "gemm", "argmax"]
 
 
 def test_a_short_window_needs_no_second_launch() -> None:

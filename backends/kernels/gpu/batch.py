@@ -36,6 +36,7 @@ class Facts:
             "T": batch.token_count,
             "S": batch.sequence_count,
             "A": len(batch.logit_rows),
+            "G": int(batch.greedy),
             "D": len(self._decoding),
             "W": _pages(int(batch.kv_lens.max(initial=0)), page_tokens),
             "L": _pages(longest, page_tokens) * page_tokens if longest else 0,

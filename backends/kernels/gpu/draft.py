@@ -12,7 +12,7 @@ from typing import Literal
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Attribute, Operation, SSAValue
 
-from plait.backends.base import CompileOptions
+from plait.backends.base import TOKENS, CompileOptions
 from plait.backends.kernels.gpu import arena
 from plait.backends.kernels.gpu.archs import Arch
 from plait.backends.kernels.gpu.expression import evaluate
@@ -146,6 +146,7 @@ class Draft:
         self._steps: list[Step] = []
         self._head: list[Step] = []
         self._values: dict[SSAValue, View] = {}
+        self._best: dict[str, View] = {}
         for argument in self._signature.inputs.values():
             self.make(argument)
 
@@ -174,6 +175,11 @@ class Draft:
         name = f"a{len(self._activations)}"
         self._activations[name] = (rows, width, type)
         return View(name, type, width, width)
+
+    def best(self) -> View:
+        """A new activation for the best token of each row of logits, which comes out in their place in greedy steps."""
+        self._best[TOKENS] = self.activation(1, "i32", "R")
+        return self._best[TOKENS]
 
     def weight(self, weight: Weight) -> Place:
         return Place(Pointer(_named(self._weights, weight, "w")), weight.type)
@@ -248,7 +254,10 @@ class Draft:
             arena_bytes=nbytes,
             activations=activations,
             inputs={name: self._boundary(value) for name, value in self._signature.inputs.items()},
-            outputs={name: self._boundary(value) for name, value in self._signature.outputs.items()},
+            outputs={
+                **{name: self._boundary(value) for name, value in self._signature.outputs.items()},
+                **{name: Value(view.buffer, "int32", "R", 1, 0, 1, "G") for name, view in self._best.items()},
+            },
             steps=steps,
             head=len(self._steps),
         )
@@ -272,7 +281,7 @@ class Draft:
     def _boundary(self, value: SSAValue) -> Value:
         view, dtype = self._values[value], dtype_name(tensor_of(value).element_type)
         rows: Literal["T", "R"] = "R" if self._activations[view.buffer][0] == "R" else "T"
-        return Value(view.buffer, dtype, rows, view.width, view.start, view.stride)
+        return Value(view.buffer, dtype, rows, view.width, view.start, view.stride, "1 - G" if rows == "R" else "1")
 
     def _lives(self, steps: Sequence[Step]) -> dict[str, Activation]:
         """Every activation with the first and the last step that needs it."""
@@ -283,8 +292,8 @@ class Draft:
             for pointer in step.pointers.values():
                 if pointer is not None and pointer.buffer in uses:
                     uses[pointer.buffer].append(index)
-        for value in self._signature.outputs.values():
-            uses[self._values[value].buffer].append(len(steps))
+        for view in (*(self._values[value] for value in self._signature.outputs.values()), *self._best.values()):
+            uses[view.buffer].append(len(steps))
         made = {}
         for name, (rows, width, kind) in self._activations.items():
             first, last = min(uses[name]), max(uses[name])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.backends.base import Array, Batch, Int32, LoadOptions
+from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.gpu.arena import size_bytes
 from plait.backends.kernels.gpu.batch import Facts, fill
 from plait.backends.kernels.gpu.device import Call, Device, Memory, Region
@@ -27,6 +27,7 @@ Symbols = tuple[tuple[str, int], ...]
 #: Batches of so many different shapes stay resolved to launches.
 _SHAPES = 256
 
+_OUTPUTS = NUMPY | {"int32": np.dtype(np.int32)}
 _FACT_DTYPES: dict[str, np.dtype[Any]] = {"i32": np.dtype(np.int32), "fp32": np.dtype(np.float32)}
 
 
@@ -71,11 +72,12 @@ class LaunchSlice:
             part = symbols | {"R": min(rows - first, most)}
             self._launch(part, first)
             for name, value in self._plan.outputs.items():
-                if value.rows == "R" or not first:
+                if evaluate(value.when, symbols) and (value.rows == "R" or not first):
                     real = min(len(batch.logit_rows) - first, most) if value.rows == "R" else batch.token_count
                     outputs.setdefault(name, []).append(self._read(value, real))
         self._steps += 1
-        return {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in outputs.items()}
+        made = {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in outputs.items()}
+        return made | {TOKENS: made[TOKENS][:, 0]} if TOKENS in made else made
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         k, v = (np.empty(self._shape(layer, len(pages)), self._kv_dtype(layer)) for _ in range(2))
@@ -262,7 +264,7 @@ class LaunchSlice:
 
     def _read(self, value: Value, rows: int) -> Array:
         """A boundary tensor: columns of the first rows of its buffer."""
-        dtype = NUMPY[value.dtype]
+        dtype = _OUTPUTS[value.dtype]
         whole = np.empty((rows, value.stride), dtype)
         self._device.read(self._arena, self._plan.activations[value.buffer].offset, _bytes(whole))
         return np.ascontiguousarray(whole[:, value.column : value.column + value.width])

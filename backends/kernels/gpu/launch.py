@@ -6,6 +6,7 @@ expression (`plait.backends.kernels.gpu.expression`) over these symbols:
     T  new tokens                                       S  sequences
     D  sequences with one new token (decode)            L  keys of the longest of them, rounded up
     A  logit rows                                       R  logit rows of one pass over the head
+    G  1 where only the best token of each is wanted
     W  entries of a row of a page table                 P8  prefill tiles of 8 tokens; so for every size of a tile
 
 Memory is of four kinds, all called by name: `weights` and `kv` for as long as the slice is loaded, `facts` of the batch
@@ -215,7 +216,8 @@ class Activation:
 
 @dataclass(frozen=True)
 class Value:
-    """A boundary tensor: `width` columns from `column` on of rows of `stride` elements of an activation."""
+    """A boundary tensor: `width` columns from `column` on of rows of `stride` elements of an activation. It is left out
+    where `when` is 0."""
 
     buffer: str
     dtype: str
@@ -223,6 +225,7 @@ class Value:
     width: int
     column: int
     stride: int
+    when: str
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,9 @@ def _logits(op: LogitsOp) -> Emit:
         d.launch(
             "gather_rows", {"x": x, "index": index, "out": asked}, {"rows": "R", "H": x.width, **strides}, {}, rows="R"
         )
-        product(d, asked, [op.weight], [], d.make(op.result, "R"), rows="R")
+        logits = d.make(op.result, "R")
+        product(d, asked, [op.weight], [], logits, rows="R")
+        sizes: Scalars = {"rows": "R", "V": logits.width, "stride": logits.stride}
+        d.launch("argmax", {"logits": logits, "out": d.best()}, sizes, {}, rows="R", when="G")
 
     return emit

@@ -30,7 +30,7 @@ def steps(plan: LaunchPlan, code: Mapping[str, Binary], options: CompileOptions)
 
 
 def batch(new: Sequence[int], keys: Sequence[int]) -> Batch:
-    """Sequences with so many new tokens and so many keys, the last token's logits wanted. Without page tables."""
+    """Sequences with so many new tokens and so many keys, the best next token wanted of each. Without page tables."""
     starts = np.cumsum([0, *new]).astype(np.int32)
     return Batch(
         tokens=np.zeros(starts[-1], np.int32),
@@ -39,6 +39,7 @@ def batch(new: Sequence[int], keys: Sequence[int]) -> Batch:
         kv_lens=np.array(keys, np.int32),
         page_tables={},
         logit_rows=starts[1:] - np.int32(1),
+        greedy=True,
     )
 
 

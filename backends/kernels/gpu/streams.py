@@ -154,7 +154,7 @@ SILU_MUL = _binary("silu_mul", 5)
 #: gelu(x) * y; APPROXIMATE: the tanh form.
 GELU_MUL = _binary("gelu_mul", 8, ("APPROXIMATE",))
 
-#: out[r], i32: the first place of the largest of V values; a NaN is larger than all (NumPy's rule).
+#: out[r], i32: `plait.backends.base.best_tokens`, the first place of the largest of V values.
 ARGMAX = Kernel(
     name="argmax",
     source=f"{_SOURCES}.head:argmax",

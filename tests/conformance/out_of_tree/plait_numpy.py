@@ -14,13 +14,23 @@ import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation
 
-from plait.backends.base import Array, Batch, CompiledSlice, CompileOptions, Executable, Int32, LoadOptions
+from plait.backends.base import (
+    TOKENS,
+    Array,
+    Batch,
+    CompiledSlice,
+    CompileOptions,
+    Executable,
+    Int32,
+    LoadOptions,
+    best_tokens,
+)
 from plait.backends.kernels.lowering import Lowering, operand_dtype
 from plait.backends.targets import arch_of
 from plait.backends.weights import read_weight, read_weights_json
 from plait.ir import kv_layouts, read_module, signature
 from plait.ir.module import ops
-from plait.ir.ops import OPS, OracleKV, PlaitOp, WeightOp
+from plait.ir.ops import OPS, SCORING, OracleKV, PlaitOp, WeightOp
 from plait.spec import Capability, KVLayout, Support, kv_class
 
 ARCHS = ("v1",)
@@ -108,11 +118,17 @@ class NumpySlice:
         values = dict(self._values)
         values[self._signature.batch] = batch
         values |= {arg: _wide(inputs[name]) for name, arg in self._signature.inputs.items()}
-        for code, operands, results in self._program:
-            made = code(*[values[operand] for operand in operands])
-            values |= {result: _wide(x) for result, x in zip(results, made, strict=True)}
+        with np.errstate(over="ignore", invalid="ignore"):  # as everywhere, infinities and NaNs come out
+            for code, operands, results in self._program:
+                made = code(*[values[operand] for operand in operands])
+                values |= {result: _wide(x) for result, x in zip(results, made, strict=True)}
         self._steps += 1
-        return {name: values[value].astype(np.float32) for name, value in self._signature.outputs.items()}
+        outputs = {}
+        for name, value in self._signature.outputs.items():
+            made = values[value].astype(np.float32)
+            best = batch.greedy and isinstance(value.owner, SCORING)
+            outputs |= {TOKENS: best_tokens(made)} if best else {name: made}
+        return outputs
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         return self._kv[layer].k[pages].astype(np.float32), self._kv[layer].v[pages].astype(np.float32)

@@ -16,7 +16,7 @@ def order(value):
 
 @triton.jit
 def argmax(logits, out, rows, V, stride, BLOCK: tl.constexpr):
-    """The first place of the largest value of a row."""
+    """The first place of the largest value of a row; -1 where that is no finite number."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     lane = tl.arange(0, BLOCK)
@@ -28,5 +28,8 @@ def argmax(logits, out, rows, V, stride, BLOCK: tl.constexpr):
         key = tl.where(at < V, order(tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)), -0x80000000)
         place = tl.where(key > best, at, place)
         best = tl.maximum(best, key)
-    first = tl.min(tl.where(best == tl.max(best, axis=0), place, 0x7FFFFFFF), axis=0)
-    tl.store(out + row, first)
+    largest = tl.max(best, axis=0)
+    first = tl.min(tl.where(best == largest, place, 0x7FFFFFFF), axis=0)
+    # Infinities are +-0x7F800000 in the order of `order`, the negative one's bits turned over once more.
+    finite = (largest < 0x7F800000) & (largest > -0x7F800001)
+    tl.store(out + row, tl.where(finite, first, -1))
