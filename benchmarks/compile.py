@@ -144,10 +144,10 @@ def fewest(model: Path, target: str) -> str:
     for count in (1, 2, 4, 8):
         targets = target if count == 1 else f"{count}x{target}"
         try:
-            plan = plait.plan(model, targets)
+            plait.plan(model, targets)
         except FitError:
             continue
-        return targets if len(plan.slices) == count else target
+        return targets
     sys.exit(f"{model.name} does not fit 8 {target}")
 
 

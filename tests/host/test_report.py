@@ -12,6 +12,7 @@ import pytest
 from plait import api
 from plait.partitioner.report import memory_bars, summary_rows
 from plait.report import SOURCES, render_report
+from plait.report.code import Code
 from plait.spec import Cause, IdleDevice, Manifest, ManifestSlice, Plan, digest
 from plait.words import bytes_text, rate_text, seconds_text
 from tests.host.command_line import LARGE, config_file
@@ -210,3 +211,18 @@ def test_seconds_text(seconds, text):
 )
 def test_rate_text(rate, text):
     assert rate_text(rate, "B/s") == text
+
+
+def test_machine_code_of_each_slice_is_shown_and_escaped(plan):
+    nasty = "<b onclick=x>&"
+    code = Code(
+        columns=("kernel", "regs"), rows=((nasty, "39"),), numbers=("regs",), totals=(("code", "1 kB"),),
+        failed=((nasty, "spills: 4"),), why=((nasty, "because"),),
+    )  # fmt: skip
+    codes = [code, *[Code(none="torch, op by op")] * (len(plan.slices) - 1)]
+    html = render_report(plan, manifest_of(plan), codes)
+    made = Page(html)
+    assert made.open == [] and "<b" not in html.replace("<body", "")
+    assert made.text.count(nasty) == 3 and "spills: 4" in made.text and "because" in made.text
+    assert made.text.count("None: torch, op by op") == len(plan.slices) - 1
+    assert "Machine code" not in page(plan).text
