@@ -126,7 +126,9 @@ _SHAPES = {
 #: float32 is multiplied by v_mfma alone. Elsewhere the operands stay in registers: small tiles, many threads.
 _FLOAT32 = {
     True: _Shapes(decode=((32, 4, 1),), prefill=((64, 32, 4, 1), (32, 32, 4, 1))),
-    False: _Shapes(decode=((32, 8, 2), (16, 4, 2)), prefill=((32, 16, 8, 2), (16, 16, 4, 2))),
+    False: _Shapes(
+        decode=((32, 8, 2), (32, 8, 1), (16, 4, 2)), prefill=((32, 16, 8, 2), (32, 16, 8, 1), (16, 16, 4, 2))
+    ),
 }
 #: Heads wider than that have half as many keys in a block for every doubling.
 _HEAD_DIM = 128
