@@ -6,10 +6,8 @@ from typing import Any
 
 from plait.backends.base import CompileOptions
 from plait.backends.kernels.gpu.archs import Arch
-from plait.backends.kernels.gpu.build import compile_variant
 from plait.backends.kernels.gpu.choose import Choice
 from plait.backends.kernels.gpu.facts import expectations
-from plait.backends.kernels.gpu.launch import Binary
 from plait.backends.kernels.gpu.loader import require_triton, source_digest
 from plait.backends.kernels.gpu.pick import Made, coded_name
 from plait.backends.kernels.gpu.steps import steps
@@ -17,11 +15,6 @@ from plait.backends.kernels.gpu.table import KERNELS
 
 #: What every binary is checked for; see `plait.backends.kernels.gpu.facts`.
 _CHECKS = ("arch", "spills", "shared-memory", "registers", "occupancy", "arguments")
-
-
-def assembly(binary: Binary, arch: str) -> str:
-    """PTX, or AMD's assembly, of a plan's binary: from the cache, or made again. Raises as `build.compile_variant`."""
-    return compile_variant(KERNELS[binary.kernel], binary.variant, arch).assembly
 
 
 def _checks(choice: Choice, arch: Arch) -> dict[str, Any]:
