@@ -82,7 +82,7 @@ def build(module: ModuleOp, request: Request) -> dict[str, bytes]:
     wide = request.platform == "cpu"
     if not wide:
         check_fit(program, shapes, pages, CHIPS[request.arch])
-    mesh = mesh_of(_devices(request))
+    mesh = mesh_of(devices_of(request))
     maker = Maker(program, mesh, request)
     wanted = [arguments(program, shape, pages, wide) for shape in shapes]
     # The first program, a decode of many, says how weights lie in memory; the others take them as they are.
@@ -164,7 +164,7 @@ class Maker:
             raise
 
 
-def _devices(request: Request) -> list[Any]:
+def devices_of(request: Request) -> list[Any]:
     """The group's devices: described, or this host's where it is for the host."""
     count = request.options.group_size
     if request.platform != "tpu":

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.backends.base import Array, Batch, Int32, LoadOptions
+from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.lowering import check_weights, dequantised
 from plait.backends.weights import DTYPES, read_weights_json
 from plait.backends.xla.arrays import (
@@ -25,6 +25,7 @@ from plait.backends.xla.arrays import (
     sharding,
     specs,
 )
+from plait.backends.xla.best import best_tokens
 from plait.backends.xla.buckets import Grid, Shape, split
 from plait.backends.xla.emit import RopeTable
 from plait.backends.xla.loaded import find
@@ -70,8 +71,12 @@ class XlaSlice:
         self._jitted = jax.jit(function(program, self._mesh), donate_argnums=1, compiler_options=COMPILER_OPTIONS)
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        rows = {True: len(batch.logit_rows), False: batch.token_count}
-        out = {name: _empty(kind, rows[logits]) for name, (kind, logits) in self._program.outputs.items()}
+        out: dict[str, Array] = {}
+        for name, (kind, is_logits) in self._program.outputs.items():
+            if is_logits and batch.greedy:
+                out[TOKENS] = np.empty(len(batch.logit_rows), np.int32)
+            else:
+                out[name] = _empty(kind, len(batch.logit_rows) if is_logits else batch.token_count)
         for grid in split(batch, self._buckets, self._program.windows, self._pages, self._program.page_tokens):
             self._step(grid, batch, inputs, out)
         self._steps += 1
@@ -119,11 +124,14 @@ class XlaSlice:
         results, self._kv = self._run(grid.shape, given, facts_of(grid), tables_of(program, grid), rows)
         chosen = np.searchsorted(batch.logit_rows, grid.rows[np.isin(grid.padded, grid.logit_rows)])
         for name, (kind, is_logits) in program.outputs.items():
-            values = np.asarray(results[name]).astype(DTYPES[kind.dtype], copy=False)[:, : kind.shape[1]]
+            width, made = _width(kind), results[name]
             if not is_logits:
+                values = np.asarray(made).astype(DTYPES[kind.dtype], copy=False)[:, :width]
                 out[name][grid.rows] = values[grid.padded]
             elif len(chosen):
-                out[name][chosen] = values[grid.logit_rows] if every_row else values
+                values = np.asarray(best_tokens(made, width) if batch.greedy else made)
+                into = out[TOKENS] if batch.greedy else out[name]
+                into[chosen] = (values if batch.greedy else values[:, :width])[grid.logit_rows if every_row else ...]
 
     def _run(self, shape: Shape, *arguments: Any) -> tuple[dict[str, jax.Array], list[jax.Array]]:
         shape = replace(shape, every_row=shape.every_row and self._program.has_logits)
@@ -150,9 +158,13 @@ class XlaSlice:
 
 
 def _empty(kind: Boundary, rows: int) -> Array:
+    return np.empty((rows, _width(kind)), DTYPES[kind.dtype])
+
+
+def _width(kind: Boundary) -> int:
     width = kind.shape[1]
     assert width is not None
-    return np.empty((rows, width), DTYPES[kind.dtype])
+    return width
 
 
 def facts_of(grid: Grid) -> dict[str, Any]:

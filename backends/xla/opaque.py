@@ -18,9 +18,10 @@ from jax import ShapeDtypeStruct, export
 from jaxlib.mlir.dialects import stablehlo
 from numpy.typing import NDArray
 
-from plait.backends.base import Array, Batch, Int32, LoadOptions
+from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.lowering import check_weights, operand_dtype, weight_name
 from plait.backends.weights import read_weight, read_weights_json
+from plait.backends.xla.best import best_tokens
 from plait.errors import UnsupportedError
 from plait.ir import kv_layouts, read_module, signature
 from plait.ir.module import ops
@@ -88,7 +89,8 @@ class OpaqueSlice:
         self._steps = self._runs = self._compiles = 0
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        out = np.empty((len(batch.logit_rows), self._op.vocabulary.value.data), np.float32)
+        count, vocabulary = len(batch.logit_rows), self._op.vocabulary.value.data
+        out: Array = np.empty(count, np.int32) if batch.greedy else np.empty((count, vocabulary), np.float32)
         table, size = batch.page_tables[self._class], self._page_tokens
         for s in range(batch.sequence_count):
             start, end = int(batch.query_starts[s]), int(batch.query_starts[s + 1])
@@ -97,9 +99,10 @@ class OpaqueSlice:
             wanted = (batch.logit_rows >= start) & (batch.logit_rows < end)
             if wanted.any():
                 ids = self._ids[table[s, : -(-int(batch.kv_lens[s]) // size)]].reshape(-1)[: batch.kv_lens[s]]
-                out[wanted] = self._scores(ids, batch.positions[batch.logit_rows[wanted]])
+                scores, rows = self._scores(ids, batch.positions[batch.logit_rows[wanted]])
+                out[wanted] = np.asarray(best_tokens(scores, vocabulary) if batch.greedy else scores)[rows]
         self._steps += 1
-        return {self._output: out}
+        return {TOKENS if batch.greedy else self._output: out}
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         k = self._ids[pages].astype(np.float32)[:, :, None, None]
@@ -121,8 +124,8 @@ class OpaqueSlice:
     def close(self) -> None:
         self._weights, self._programs = [], {}
 
-    def _scores(self, ids: Int32, rows: Int32) -> NDArray[np.float32]:
-        """[R, V] scores after the tokens at `rows` of a sequence."""
+    def _scores(self, ids: Int32, rows: Int32) -> tuple[jax.Array, Int32]:
+        """Scores (any, V) after tokens of a sequence, and which of them are those after the tokens at `rows`."""
         index = self._op.index_for(len(ids))
         length = self._op.token_lengths[index]
         assert len(ids) <= length, "the manifest's max_positions is the longest program"
@@ -133,8 +136,8 @@ class OpaqueSlice:
         self._runs += 1
         # One row, which is what decoding asks for, or all of them: two shapes to compile, not one per count.
         asked = rows if len(rows) == 1 else np.arange(length, dtype=np.int32)
-        scores = np.asarray(self._programs[index](self._weights, padded, asked))
-        return scores if len(rows) == 1 else scores[rows]
+        scores = self._programs[index](self._weights, padded, asked)
+        return scores, np.zeros(1, np.int32) if len(rows) == 1 else rows
 
     def _program(self, index: int) -> Callable[..., jax.Array]:
         length, vocabulary = self._op.token_lengths[index], self._op.vocabulary.value.data

@@ -24,9 +24,9 @@ from plait.backends.base import Batch, CompileOptions, Executable, LoadOptions
 from plait.backends.conformance.models import VOCABULARY, Attention, Model, random_weights, write_slice
 from plait.backends.conformance.script import SCRIPTS, Player
 from plait.backends.xla import BACKEND, XlaBackend, ragged, wanted_attention
-from plait.backends.xla.aot import Built, compile_slice
+from plait.backends.xla.aot import Built, compile_slice, environment
 from plait.backends.xla.buckets import split
-from plait.backends.xla.chips import CHIPS, GIB
+from plait.backends.xla.chips import CHIPS, GIB, GROUP_SIZES
 from plait.backends.xla.fit import too_large
 from plait.backends.xla.hlo import count
 from plait.backends.xla.record import FILE, Bounds, Record, buckets_of, pages_of, shapes_of
@@ -169,15 +169,26 @@ def test_what_does_not_fit_is_said_before_xla_is_asked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["tpu-v5e", "tpu-v6e"])
-def test_what_only_xla_finds_too_large(arch: str) -> None:
-    """Scores of 512 queries with 262,144 keys, which our own count of a step knows nothing of. What XLA says of the
-    memory that there is, is what our table says."""
+def test_what_only_xla_finds_too_large() -> None:
+    """Scores of 512 queries with 262,144 keys, which our own count of a step knows nothing of."""
     wide = Shape(blocks=1, hidden=256, heads=64, kv_heads=2, head_dim=32, ffn=256, vocabulary=512, dtype="bfloat16")
     with pytest.raises(FitError, match="XLA finds no room for it") as caught:
-        compile_slice(fused(build(wide)), arch, CompileOptions(max_sequences=1, max_context_tokens=1 << 18))
-    assert f"exceeds available HBM ({CHIPS[arch].hbm_gib:.2f}G)" in caught.value.why
+        compile_slice(fused(build(wide)), "tpu-v5e", CompileOptions(max_sequences=1, max_context_tokens=1 << 18))
+    assert "exceeds available HBM (15.75G)" in caught.value.why
     assert int(caught.value.rows[0]["short_by"]) > 0
+
+
+@pytest.mark.slow
+def test_the_memory_of_every_chip_is_what_libtpu_says() -> None:
+    """And every group of devices can be described."""
+    command = [sys.executable, "-m", "tests.host.xla_memory_probe"]
+    variables = environment({"platform": "tpu", "arch": "tpu-v5e"})
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=200)
+    said = {
+        (arch, int(size)): (int(count), float(gib))
+        for arch, size, count, gib in map(str.split, done.stdout.splitlines())
+    }
+    assert said == {(arch, size): (size, chip.hbm_gib) for arch, chip in CHIPS.items() for size in GROUP_SIZES}
 
 
 def test_what_xla_finds_too_large_is_said_in_our_words() -> None:
