@@ -32,6 +32,10 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
+class CUDADriverError(RuntimeError):
+    pass
+
+
 @dataclass(frozen=True)
 class Launch:
     """What reached the driver."""
@@ -46,6 +50,8 @@ class Launch:
 
 class Allocation:
     """Bytes of the device. Once nobody holds a pointer into it, it is gone."""
+
+    ordinal = 0
 
     def __init__(self, nbytes: int) -> None:
         raw = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
@@ -95,6 +101,7 @@ class Double:
             get_elapsed_time=lambda start, end: end.milliseconds - start.milliseconds,
             alloc_pinned_memory=lambda size: Allocation(size).bytes,
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+            driver=SimpleNamespace(CUDADriverError=CUDADriverError),
             runtime=SimpleNamespace(
                 is_hip=hip,
                 CUDARuntimeError=CUDARuntimeError,
@@ -176,6 +183,7 @@ class MemoryPoolDouble:
         if self._double.held + size > self._double._capacity:
             raise OutOfMemoryError(f"Out of memory allocating {size:,} bytes")
         allocation = Allocation(size)
+        allocation.ordinal = self._double.ordinal
         self._double.alive.add(allocation)
         self._double.log.allocations.append(size)
         return MemoryPointerDouble(self._double, allocation)
@@ -187,10 +195,11 @@ class MemoryPoolDouble:
 class StreamDouble:
     def __init__(self, double: Double, non_blocking: bool = False) -> None:
         assert non_blocking, "a blocking stream waits for the default one"
-        self._double = double
+        self._double, self.ordinal = double, double.ordinal
         self.capturing: list[Callable[[], None]] | None = None
 
     def __enter__(self) -> StreamDouble:
+        assert self.ordinal == self._double.ordinal, "the stream is another device's than the current one"
         self._double.stream = self
         return self
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from plait.backends.kernels.gpu.device import Call, Region
 from plait.backends.kernels.gpu.launch import Binary
-from plait.errors import FitError
+from plait.errors import FitError, UnsupportedError
 
 #: Dynamic shared memory that every NVIDIA kernel may have; for more the function has to be told.
 _FREE_SHARED_BYTES = 48 * 1024
@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
 
 
 class CupyDevice:
-    """`plait.backends.kernels.gpu.device.Device` on a GPU. The thread that makes it uses it.
+    """`plait.backends.kernels.gpu.device.Device` on a GPU. One process may have several; one thread uses each.
 
     Args:
         cupy: the module. It is handed in, so that nothing imports it where there is no GPU.
@@ -43,13 +43,16 @@ class CupyDevice:
 
     def __init__(self, cupy: Any, ordinal: int = 0) -> None:
         self._cupy = cupy
-        cupy.cuda.Device(ordinal).use()
+        #: cupy's current device is the thread's, and another of ours may have changed it.
+        self._use = cupy.cuda.Device(ordinal).use
+        self._use()
         #: cupy captures no streams on ROCm.
         self.graphs = not cupy.cuda.runtime.is_hip
         self._pool = cupy.cuda.MemoryPool()
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
     def allocate(self, nbytes: int) -> Any:
+        self._use()
         try:
             pointer = self._pool.malloc(nbytes)
         except self._cupy.cuda.memory.OutOfMemoryError as error:
@@ -68,21 +71,33 @@ class CupyDevice:
 
     def write(self, memory: _Memory, offset: int, array: NDArray[Any]) -> None:
         if array.nbytes:
+            self._use()
             (memory.pointer + offset).copy_from_host_async(_address(array), array.nbytes, self.stream)
             self.stream.synchronize()
 
     def send(self, memory: _Memory, array: NDArray[Any]) -> None:
         if array.nbytes:
+            self._use()
             memory.pointer.copy_from_host_async(_address(array), array.nbytes, self.stream)
 
     def read(self, memory: _Memory, offset: int, array: NDArray[Any]) -> None:
+        self._use()
         if array.nbytes:
             (memory.pointer + offset).copy_to_host_async(_address(array), array.nbytes, self.stream)
         self.stream.synchronize()
 
     def load(self, binary: Binary, folder: Path) -> Loaded:
-        kernel = self._cupy.RawModule(path=str(folder / binary.file)).get_function(binary.symbol)
-        kernel.compile()  # loads it now: a capture must not
+        self._use()
+        try:
+            kernel = self._cupy.RawModule(path=str(folder / binary.file)).get_function(binary.symbol)
+            kernel.compile()  # loads it now: a capture must not
+        except self._cupy.cuda.driver.CUDADriverError as error:
+            raise UnsupportedError(
+                "device-driver",
+                f"this machine's driver does not load {binary.file}",
+                why=str(error),
+                hint="update the driver; code for NVIDIA's Blackwell and later wants one of CUDA 13: 580 or newer",
+            ) from error
         if binary.shared_bytes > _FREE_SHARED_BYTES and not self._cupy.cuda.runtime.is_hip:
             kernel.max_dynamic_shared_size_bytes = binary.shared_bytes
         scalars = tuple(_SCALARS[kind] for kind in binary.scalars.values())
@@ -102,11 +117,13 @@ class CupyDevice:
         return partial(function.kernel, grid, function.block, arguments, shared_mem=function.shared_bytes)
 
     def run(self, calls: Sequence[Call]) -> None:
+        self._use()
         with self.stream:
             for call in calls:
                 call()
 
     def capture(self, calls: Sequence[Call]) -> Call:
+        self._use()
         with self.stream:
             self.stream.begin_capture()
             for call in calls:
@@ -115,6 +132,7 @@ class CupyDevice:
         return partial(graph.launch, self.stream)
 
     def close(self) -> None:
+        self._use()
         self.stream.synchronize()
         self._pool.free_all_blocks()
 
