@@ -69,7 +69,7 @@ class TorchSlice:
                 for slot in dead:
                     slots[slot] = None
             self._steps += 1
-            made = {}
+            made: dict[str, Array] = {}
             for (name, is_logits), slot in zip(self._outputs.items(), self._results, strict=True):
                 values = to_numpy(slots[slot])
                 made |= {TOKENS: best_tokens(values)} if is_logits and batch.greedy else {name: values}

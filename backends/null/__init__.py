@@ -82,7 +82,7 @@ class NullSlice:
         for expected in self._inputs:
             assert inputs[expected.name].shape == (batch.token_count, *expected.shape[1:]), expected
         self._steps, self._tokens = self._steps + 1, self._tokens + batch.token_count
-        made = {}
+        made: dict[str, Array] = {}
         for kind, is_logits in self._outputs:
             values = _zeros(kind, len(batch.logit_rows) if is_logits else batch.token_count)
             made |= {TOKENS: best_tokens(values)} if is_logits and batch.greedy else {kind.name: values}

@@ -14,7 +14,7 @@ import pytest
 from plait.backends.base import Backend, CompiledSlice, CompileOptions, Executable, LoadOptions
 from plait.backends.conformance import cases, run_case
 from plait.backends.cpu import BACKEND as CPU
-from plait.backends.kernels import attention, step
+from plait.backends.kernels import attention, step, torch_slice
 from plait.errors import CheckpointError
 
 CASES = {case.name: case for case in cases(("float32",))}
@@ -124,6 +124,23 @@ def test_pages_that_are_not_wiped_fail(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(attention.Cache, "append", append)
     with pytest.raises(AssertionError, match="NaN"):
         run_case(CASES["pages-hold-what-others-left"], CPU, "cpu", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda logits: logits.shape[1] - 1 - logits[:, ::-1].argmax(axis=1),
+        lambda logits: logits.argmax(axis=1),
+        lambda logits: np.nan_to_num(logits, nan=-1.0).argmax(axis=1),
+    ],
+    ids=["the last of equals", "no number has a place too", "a NaN is overlooked"],
+)
+def test_tokens_that_are_not_the_best_fail(
+    wrong: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_slice, "best_tokens", lambda logits: wrong(logits).astype(np.int32))
+    with pytest.raises(AssertionError, match="the best tokens are"):
+        run_case(CASES["greedy-ties"], CPU, "cpu", tmp_path)
 
 
 def test_slices_that_round_differently_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

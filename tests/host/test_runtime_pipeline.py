@@ -146,6 +146,14 @@ def test_the_logits_behind_generated_tokens(workers: Pipeline) -> None:
     assert 0 < result.ttft_s <= result.total_s
 
 
+@pytest.mark.parametrize("other", [SamplingParams(), SamplingParams(9000.0, seed=1)])
+def test_greedy_tokens_do_not_depend_on_what_else_is_asked(workers: Pipeline, other: SamplingParams) -> None:
+    """Slices return tokens where every row is greedy, else logits."""
+    requests = [workers.submit(PROMPT, params, max_tokens=12) for params in (SamplingParams(), other)]
+    assert list(requests[0].result(30).token_ids) == reference(PROMPT, 12, WINDOWS)
+    requests[1].result(30)
+
+
 def test_samples_do_not_depend_on_the_batch(workers: Pipeline, local: Pipeline) -> None:
     params = [SamplingParams(9000.0, top_p=0.9, seed=seed) for seed in range(6)]
     alone = [local.generate_ids([PROMPT], one, max_tokens=12)[0] for one in params]

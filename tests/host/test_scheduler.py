@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from plait.errors import FitError, UserError
 from plait.runtime.pages import PageAllocator, PagePool, make_pools
+from plait.runtime.sampler import SamplingParams
 from plait.runtime.scheduler import Scheduler, Sequence, Step
 from plait.spec import kv_class, ring_pages
 
@@ -228,6 +230,25 @@ def test_rows_ask_for_the_logits_that_are_wanted() -> None:
     ]
     scheduler.complete(step, [55])
     assert scheduler.running == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "greedy"),
+    [
+        ({}, True),
+        ({"params": SamplingParams(0.8, top_k=1)}, True),
+        ({"params": SamplingParams(0.8)}, False),
+        ({"output_logits": True}, False),
+        ({"prompt_logits": True}, False),
+    ],
+)
+def test_a_step_is_greedy_where_every_row_is(wanted: dict[str, Any], greedy: bool) -> None:
+    scheduler = make()
+    for sequence in (request(0, 2, 3), request(1, 3, 3, **wanted)):
+        scheduler.submit(sequence)
+    step = scheduler.next_step()
+    assert step is not None and len(step.sequences) == 2
+    assert step.batch.greedy == greedy
 
 
 def test_an_eos_token_ends_a_request_and_counts() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,12 @@ def main(folder: Path, out: Path) -> None:
     player = Player(SCRIPT, kv_classes(read_module(folder / "slice.mlir")), VOCABULARY)
     options = LoadOptions(player.pages, SCRIPT.page_tokens, SCRIPT.step_tokens, SCRIPT.sequences, 1, folder)
     with closing(BACKEND.load(folder, "v5e", options)) as executable:
-        steps = [executable.step(player.batches(turn)[0], {})["logits"] for turn in SCRIPT.turns]
+        steps = []
+        for turn in SCRIPT.turns:
+            batch, _ = player.batches(turn)
+            best = executable.step(replace(batch, greedy=True), {})["tokens"]
+            steps.append(executable.step(batch, {})["logits"])
+            assert np.array_equal(best, steps[-1].argmax(axis=1)), "a group's columns beyond the vocabulary count"
         pages = player.physical("full", 1)
         k, v = executable.export_pages(1, pages)
         executable.import_pages(1, pages, k, v)
