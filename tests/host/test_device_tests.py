@@ -16,13 +16,15 @@ import pytest
 
 from plait.backends.base import CompileOptions
 from plait.backends.conformance.models import OPS
+from plait.backends.kernels.gpu import build, loader
 from plait.backends.kernels.gpu.archs import ARCHS
+from plait.backends.kernels.gpu.cache import Cache, default_folder
 from plait.backends.kernels.gpu.kernel import Tile, Variant
 from plait.backends.kernels.gpu.pick import Asked, asked
 from plait.backends.kernels.gpu.table import KERNELS
 from plait.cost_models.catalogue import device_of, lookup
 from tests import kernels
-from tests.device import machine
+from tests.device import machine, prepared
 from tests.device.machine import GUARD, OnDevice, blocks
 from tests.host.gpu_slices import module
 
@@ -130,6 +132,25 @@ def test_a_block_is_all_that_an_array_is_cut_out_of() -> None:
     assert found["d"].nbytes == 24 and "c" not in found
     found["a"].bytes[:] = 1
     assert (whole == 0x01010101).all()
+
+
+def test_kernels_that_another_triton_made_are_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And none is made in their place."""
+    kernel = KERNELS["add"]
+    one, other = (
+        Variant("add", dict.fromkeys(kernel.pointers, kind), {}, Tile({"BLOCK": 128})) for kind in ("fp32", "bf16")
+    )
+    made = build.compile_variant(kernel, one, "sm_90a")
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path))
+    for where, name in ((loader, "require_triton"), (build, "_make")):
+        monkeypatch.setattr(where, name, getattr(where, name))  # so that they come back
+    prepared.maker().parent.mkdir()
+    prepared.maker().write_text("0.0.1")
+    prepared.use()
+    Cache(default_folder()).put(build.Job(kernel, one, "sm_90a").key, build.pack(made))
+    assert build.compile_variant(kernel, one, "sm_90a") == made
+    with pytest.raises(AssertionError, match="another Triton made"):
+        build.compile_variant(kernel, other, "sm_90a")
 
 
 # The benchmark.
