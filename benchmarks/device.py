@@ -87,7 +87,7 @@ class Row:
     """One launch, in microseconds; `torch_us` is None where torch has nothing like it or sees no GPU."""
 
     kernel: str
-    op: str
+    nature: str
     rows: int
     sizes: Mapping[str, int]
     tile: str
@@ -202,7 +202,7 @@ def _row(
     best = min(range(len(able)), key=times.__getitem__)
     return Row(
         kernel=request.kernel.name,
-        op=request.kernel.nature,
+        nature=request.kernel.nature,
         rows=rows,
         sizes={name: value for name, value in item.need.scalars.items() if name in ("N", "K", "H")},
         tile=shape(able[0].variant.tile),
