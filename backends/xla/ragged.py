@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from plait.backends.kernels.lowering import refuse
 from plait.backends.xla.attend import Facts, Heads, layer_slots
+from plait.backends.xla.split import Split
+from plait.ir.ops import AttentionOp, PlaitOp
 from plait.spec import kv_class
 
 if TYPE_CHECKING:
@@ -58,3 +61,16 @@ def append_and_attend(
     )
     # Nothing is written to the rows that are padding.
     return pool, jnp.where((facts.positions >= 0)[:, None], out.reshape(q.shape), 0)
+
+
+def check(op: PlaitOp, split: Split) -> None:
+    """Raise UnsupportedError for an attention that JAX's kernel does not take."""
+    if not isinstance(op, AttentionOp):
+        return
+    held = split.kv_heads(op.kv_heads) // split.chips
+    if op.head_dim % LANES:
+        raise refuse(op, "head_dim", op.head_dim, f"Pallas attention takes multiples of {LANES}")
+    if op.sinks is not None:
+        raise refuse(op, "sinks", op.sinks.type, "Pallas attention has none")
+    if held not in (1, 2, 4) and held % 8:
+        raise refuse(op, "KV heads on a chip", held, "Pallas attention takes 1, 2, 4 or a multiple of 8")
