@@ -1,8 +1,8 @@
 """Ops as steps, and runs of equal blocks among them.
 
 Blocks are equal where their ops are, with every attribute and type, and where each reads of the one before what the
-next reads of it. `plait.add_rms_norm` is two steps, a sum that ends a block and a norm that begins the next: so the first
-block, which has no sum before it, is like the others.
+next reads of it. `plait.add_rms_norm` is two steps, a sum that ends a block and a norm that begins the next: so the
+first block, which has no sum before it, is like the others.
 """
 
 from __future__ import annotations
