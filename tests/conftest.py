@@ -26,8 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.markexpr:
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    dropped = set(slow) - set(slow[::SLOW_STEP])
-    dropped |= {item for item in items if item.get_closest_marker("device")}
+    dropped = {item for item in items if item.get_closest_marker("device")}
+    slow = [item for item in items if item.get_closest_marker("slow") and item not in dropped]
+    dropped |= set(slow) - set(slow[::SLOW_STEP])
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
