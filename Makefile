@@ -28,7 +28,7 @@ test: .venv/dev.stamp lint  ## every check and test that CI runs
 	$(BIN)/python -m pytest -q
 
 test-slow: .venv/dev.stamp  ## the long suites (minutes each)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m "slow and not device"
 
 test-device: .venv/dev.stamp  ## what needs a GPU, under 8 minutes on an H100; without one it says why it skips
 	export PLAIT_CACHE="$${PLAIT_CACHE:-$$HOME/.cache/plait}"; \
