@@ -29,7 +29,9 @@ class OutOfMemoryError(MemoryError):
 
 
 class CUDARuntimeError(RuntimeError):
-    pass
+    def __init__(self, message: str, status: int = 100) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class CUDADriverError(RuntimeError):

@@ -27,7 +27,7 @@ from plait.registry import load_backend
 from plait.runtime.slices import page_allocator, slice_specs
 from plait.spec import from_json
 from tests.fakes import make_artifact
-from tests.host.cupy_double import Double
+from tests.host.cupy_double import CUDARuntimeError, Double
 from tests.host.gpu_slices import SMALL, module, write
 
 VENDORS = {"cuda": (CUDA, "sm_90a", "sm_90", "h100"), "rocm": (ROCM, "gfx942", "gfx942", "mi300")}
@@ -109,6 +109,21 @@ def test_a_group_of_devices_is_refused(name: str) -> None:
     backend = load_backend(name)
     with pytest.raises(UnsupportedError, match="on one device"):
         backend.compile(module(SMALL), target, CompileOptions(device_code=False, group_size=2))
+
+
+def test_a_driver_that_does_not_answer_is_no_reason_to_emulate(
+    tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_old() -> int:
+        raise CUDARuntimeError("cudaErrorInsufficientDriver: the driver is older than the runtime", status=35)
+
+    folder, options = _folder(tmp_path, "cuda")
+    double = machine("sm_90")
+    monkeypatch.setattr(double.cuda.runtime, "getDeviceCount", too_old)
+    with pytest.raises(UnsupportedError, match="cannot be asked") as caught:
+        CUDA.load(folder, "h100", options)
+    assert caught.value.code == "device-driver"
+    assert "cudaErrorInsufficientDriver" in caught.value.why
 
 
 @pytest.mark.parametrize(

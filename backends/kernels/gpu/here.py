@@ -18,6 +18,9 @@ Vendor = Literal["nvidia", "amd"]
 #: Devices to emulate on the host although a GPU is here: their names, separated by commas, or `all`.
 EMULATE = "PLAIT_EMULATE"
 
+#: cudaErrorNoDevice, hipErrorNoDevice.
+_NO_DEVICE = 100
+
 #: What a vendor's kernel driver leaves in the file system.
 _DRIVERS = {"nvidia": ("/proc/driver/nvidia/version", "/dev/nvidiactl"), "amd": ("/dev/kfd",)}
 
@@ -56,6 +59,7 @@ def devices(vendor: Vendor) -> Devices | None:
 
     Raises:
         MissingDependencyError: `cupy-missing`: a driver is here and cupy is not, or it is the other vendor's.
+        UnsupportedError: `device-driver`: the driver and cupy do not understand each other.
     """
     if not any(Path(file).exists() for file in _DRIVERS[vendor]):
         return None
@@ -106,8 +110,16 @@ def _archs(cupy: Any) -> Iterator[str]:
     runtime = cupy.cuda.runtime
     try:
         count = runtime.getDeviceCount()
-    except runtime.CUDARuntimeError:  # the driver shows none, or hides all
-        return
+    except runtime.CUDARuntimeError as err:
+        if err.status == _NO_DEVICE:  # the driver shows none, or hides all
+            return
+        raise UnsupportedError(
+            "device-driver",
+            "the GPUs of this machine cannot be asked",
+            why=str(err),
+            hint=f"install the cupy that fits the driver (cuda12, cuda13, rocm7), or set {EMULATE}=all to emulate it "
+            "on the host",
+        ) from err
     for ordinal in range(count):
         properties = runtime.getDeviceProperties(ordinal)
         if runtime.is_hip:
