@@ -46,7 +46,9 @@ def probe(folder: Path, backend: str, dtype: str, index: int) -> dict[str, Any]:
     environment = os.environ | ENVIRONMENT
     tries: list[dict[str, Any]] = []
     for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=90, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=90, check=True
+        )
         tries.append(json.loads(done.stdout))
         limit = tries[-1]["weight_bytes"] + SLACK_BYTES
         if tries[-1]["held"] < limit and tries[-1]["peak"] < limit + tries[-1]["largest"]:
