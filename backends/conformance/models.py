@@ -66,7 +66,11 @@ ATTENTIONS: dict[str, Attention] = {
     "softcap-sinks": Attention(scale=1.5, softcap=2.0, sinks=True),
 }
 
-KV_FP8: dict[str, Attention] = {name: Attention(kv_dtype=name) for name in FP8}
+KV_FP8: dict[str, Attention] = {
+    **{name: Attention(kv_dtype=name) for name in FP8},
+    "e4m3fn-window8-sinks": Attention(heads=8, kv_heads=1, window=8, sinks=True, kv_dtype="e4m3fn"),
+    "e4m3fn-softcap": Attention(scale=1.5, softcap=2.0, kv_dtype="e4m3fn"),
+}
 """What a backend may refuse."""
 
 
@@ -224,6 +228,16 @@ MODELS: dict[str, Model] = {
     "window-and-full": Model((Attention(window=8), Attention(), Attention(window=20)), rope="llama3"),
     "unequal-heads": Model((Attention(heads=4, kv_heads=4, head_dim=32), Attention(heads=8, kv_heads=1))),
     "softcap": Model((Attention(scale=1.5, softcap=2.0), Attention(window=8, softcap=3.0))),
+}
+
+KV_MODELS: dict[str, Model] = {
+    "unequal-heads": Model(
+        (
+            Attention(heads=4, kv_heads=4, head_dim=32, kv_dtype="e4m3fn"),
+            Attention(heads=8, kv_heads=1, kv_dtype="e4m3fn"),
+        )
+    ),
+    "window-and-full": Model((Attention(window=8, kv_dtype="e4m3fn"), Attention(sinks=True, kv_dtype="e4m3fn"))),
 }
 
 QUANTISED |= {

@@ -21,6 +21,7 @@ from plait.backends.conformance.models import (
     ATTENTIONS,
     DEEP,
     KV_FP8,
+    KV_MODELS,
     MODELS,
     OPS,
     QUANTISED,
@@ -36,10 +37,12 @@ from plait.backends.weights import DTYPES
 from plait.errors import UnsupportedError
 from plait.ir import block_count, kv_classes, signature
 from plait.ir.module import ops
-from plait.ir.numbers import Quantised, round_to
+from plait.ir.numbers import NUMPY, Quantised, round_to, saturate
 from plait.ir.ops import BatchFacts, WeightOp
 from plait.ir.oracle import Oracle
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
+from plait.ir.types import DTYPES as KINDS
+from plait.ir.types import FP8
 from plait.spec import kv_class
 
 Array = NDArray[Any]
@@ -147,6 +150,7 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
     for name, attributes in KV_FP8.items():
         build = attention(attributes)
         yield f"kv-{name}", _or_refused(build, _against_oracle(build, "pages4", OP_TOLERANCE))
+        yield f"kv-{name}-codes", _or_refused(build, partial(_codes, build))
     yield "refuses-unknown-attribute", _refuses_unknown_attribute
     yield "slices-equal", _slices_equal
     yield "greedy", _greedy
@@ -157,8 +161,15 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
         yield f"model-{script}", _against_oracle(MODELS["window-and-full"], script, MODEL_TOLERANCE)
     yield "unfused", _against_oracle(MODELS["bias"], "pages16", MODEL_TOLERANCE, fuse=False)
     yield "chunks-equal-one-shot", _chunks_equal_one_shot
-    yield "pages-move", _pages_move
-    yield "pages-hold-what-others-left", _dirty_pages
+    yield "pages-move", partial(_pages_move, MODELS["unequal-heads"])
+    yield "pages-hold-what-others-left", partial(_dirty_pages, MODELS["window-and-full"])
+    for name, model in KV_MODELS.items():
+        yield f"kv-model-{name}", _or_refused(model, _against_oracle(model, "pages4", MODEL_TOLERANCE))
+    for name, model, check in (
+        ("move", KV_MODELS["unequal-heads"], _pages_move),
+        ("hold-what-others-left", KV_MODELS["window-and-full"], _dirty_pages),
+    ):
+        yield f"kv-pages-{name}", _or_refused(model, partial(check, model))
 
 
 def _against_oracle(
@@ -200,7 +211,9 @@ def _or_refused(build: Build, check: Callable[[Bench, str], None]) -> Callable[[
 class _Reference:
     """The oracle of a module before any pass, playing a script."""
 
-    def __init__(self, module: ModuleOp, script: Script) -> None:
+    def __init__(
+        self, module: ModuleOp, script: Script, tensors: Mapping[str, NDArray[Any] | Quantised] | None = None
+    ) -> None:
         module = module.clone()
         vocabulary = next(
             op.result.type.get_shape()[0]
@@ -208,11 +221,11 @@ class _Reference:
             if isinstance(op, WeightOp) and isinstance(op.result.type, TensorType)
         )
         self.player = Player(script, kv_classes(module) or {"full": None}, vocabulary)
-        tensors = {
+        held = {
             name: values if isinstance(values, Quantised) else round_to(values.astype(np.float64), _element(module))
-            for name, values in random_weights(module).items()
+            for name, values in (tensors or random_weights(module)).items()
         }
-        self._oracle = Oracle(module, tensors, self.player.plain_pages, script.page_tokens)
+        self._oracle = Oracle(module, held, self.player.plain_pages, script.page_tokens)
 
     def step(self, turn: Turn) -> tuple[Batch, dict[str, Array]]:
         """The batch for the backend, and what it must return."""
@@ -264,9 +277,32 @@ def _chunks_equal_one_shot(bench: Bench, dtype: str) -> None:
     bench.close_enough("logits in chunks", found["chunks"], found["one"].astype(np.float64), MODEL_TOLERANCE[dtype])
 
 
-def _pages_move(bench: Bench, dtype: str) -> None:
+def _codes(build: Build, bench: Bench, dtype: str) -> None:
+    """Pages of FP8 hold what the IR says, bit by bit, and are read as that, values that are too large among them."""
+    module, script = build(dtype), SCRIPTS["pages4"]
+    tensors = cast(dict[str, NDArray[np.float32]], random_weights(module))
+    tensors["v"] *= 300
+    oracle = _Reference(module, script, tensors)
+    run_passes(module, SLICE_PIPELINE)
+    with closing(bench.load(module, oracle.player, tensors=tensors)) as executable:
+        (layout,) = executable.kv_layouts
+        for index, turn in enumerate(script.turns):
+            batch, want = oracle.step(turn)
+            bench.close_enough(f"y of step {index}", executable.step(batch, {})["y"], want["y"], OP_TOLERANCE[dtype])
+        owner, last = np.repeat(np.arange(batch.sequence_count), np.diff(batch.query_starts)), batch.positions
+        pages = batch.page_tables[kv_class(layout.window)][owner, last // script.page_tokens]
+        stored = executable.export_pages(0, pages)
+    for name, side in zip("kv", stored, strict=True):
+        table = round_to(tensors[name].astype(np.float64), KINDS[dtype])
+        rows = saturate(table[batch.tokens], FP8[layout.dtype]).reshape(-1, *side.shape[2:])
+        assert side.dtype == NUMPY[layout.dtype], f"exported pages are {side.dtype}, not {layout.dtype}"
+        own = side[np.arange(len(pages)), last % script.page_tokens].astype(np.float64)
+        assert bench.shapes_only or np.array_equal(own, rows), f"{name} is stored as {own}, not as {rows}"
+
+
+def _pages_move(build: Build, bench: Bench, dtype: str) -> None:
     """Pages written by one executable go on in another, under other numbers."""
-    module = MODELS["unequal-heads"](dtype)
+    module = build(dtype)
     run_passes(module, SLICE_PIPELINE)
     before, after = Turn({0: 21, 1: 6}), Turn({0: 1, 1: 2}, "all")
     script = Script((before, after), 4)
@@ -283,7 +319,7 @@ def _pages_move(bench: Bench, dtype: str) -> None:
     for layout, (k, v) in zip(source.kv_layouts, moved, strict=True):
         shape = (len(old), script.page_tokens, layout.kv_heads, layout.head_dim)
         assert k.shape == v.shape == shape, f"exported pages are {k.shape}, not {shape}"
-        assert k.dtype == v.dtype == DTYPES[layout.dtype], f"exported pages are {k.dtype}, not {layout.dtype}"
+        assert k.dtype == v.dtype == NUMPY[layout.dtype], f"exported pages are {k.dtype}, not {layout.dtype}"
     with closing(bench.load(module, player, "to")) as sink:
         table = batch.page_tables["full"].copy()
         # Sequence 0 goes to other pages: those of sequence 1 change places with it.
@@ -297,9 +333,9 @@ def _pages_move(bench: Bench, dtype: str) -> None:
     bench.close_enough("logits after the move", got, want.astype(np.float64), MODEL_TOLERANCE[dtype])
 
 
-def _dirty_pages(bench: Bench, dtype: str) -> None:
+def _dirty_pages(build: Build, bench: Bench, dtype: str) -> None:
     """What an earlier request left in a page, infinities even, must not reach the next one."""
-    module = MODELS["window-and-full"](dtype)
+    module = build(dtype)
     oracle = _Reference(module, SCRIPTS["pages16"])
     run_passes(module, SLICE_PIPELINE)
     with closing(bench.load(module, oracle.player)) as executable:
@@ -307,7 +343,7 @@ def _dirty_pages(bench: Bench, dtype: str) -> None:
             name = kv_class(layout.window)
             pages = np.arange(oracle.player.pages[name], dtype=np.int32)
             shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
-            rubbish = np.full(shape, np.inf, DTYPES[layout.dtype])
+            rubbish = np.full(shape, np.inf, np.float32).astype(NUMPY[layout.dtype])
             executable.import_pages(layer, pages, rubbish, rubbish)
         for turn in oracle.player.script.turns:
             batch, want = oracle.step(turn)

@@ -16,6 +16,23 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 
+FP8_DTYPES: dict[str, torch.dtype] = {
+    "e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+}
+
+
+def to_codes(values: Tensor, kind: torch.dtype) -> Tensor:
+    """Values as FP8 codes (uint8), as `plait.ir.numbers.saturate` says: torch itself makes NaN of what is too large."""
+    largest = torch.finfo(kind).max
+    return values.float().clamp(-largest, largest).to(kind).view(torch.uint8)
+
+
+def of_codes(codes: Tensor, kind: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """The inverse of `to_codes`; every compute dtype holds every code."""
+    return codes.view(kind).to(dtype)
+
 
 def to_torch(array: NDArray[Any]) -> Tensor:
     """A tensor of the same values; it shares memory with a writable array."""

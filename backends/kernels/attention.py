@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.backends.kernels.arrays import FP8_DTYPES, TORCH_DTYPES, of_codes, to_codes
 from plait.backends.kernels.step import Paging, Part, Step
 
 _EVEN_ROWS = 4
@@ -14,24 +15,34 @@ _EVEN_ROWS = 4
 
 
 class Cache:
-    """K and V pages of one layer: `pages` is (2, page, token, kv_head, head_dim)."""
+    """K and V pages of one layer: `pages` is (2, page, token, kv_head, head_dim), FP8 as codes."""
 
-    def __init__(self, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, pages: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: str) -> None:
+        self._fp8 = FP8_DTYPES.get(dtype)
         # Zeros, not whatever memory holds: a masked key counts 0 times, and 0 * NaN is not 0.
-        self.pages = torch.zeros(2, pages, page_tokens, kv_heads, head_dim, dtype=dtype)
+        held = torch.uint8 if self._fp8 is not None else TORCH_DTYPES[dtype]
+        self.pages = torch.zeros(2, pages, page_tokens, kv_heads, head_dim, dtype=held)
         self._k, self._v = self.pages.view(2, pages * page_tokens, kv_heads * head_dim).unbind(0)
 
-    def append(self, paging: Paging, k: Tensor, v: Tensor) -> None:
-        """Write this step's k and v (T, N * D)."""
+    def append(self, paging: Paging, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write this step's k and v (T, N * D). What was stored, in their dtype."""
         if paging.fresh is not None:
             self.pages.index_fill_(1, paging.fresh, 0)
+        dtype = k.dtype
+        if self._fp8 is not None:
+            k, v = to_codes(k, self._fp8), to_codes(v, self._fp8)
         self._k.index_copy_(0, paging.slots, k)
         self._v.index_copy_(0, paging.slots, v)
+        return self._wide(k, dtype), self._wide(v, dtype)
 
-    def gather(self, pages: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+    def gather(self, pages: Tensor, sequences: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values (S, L, N, D) of [S * P] pages."""
-        k, v = self.pages.index_select(1, pages).view(2, sequences, -1, *self.pages.shape[3:]).unbind(0)
+        held = self.pages.index_select(1, pages).view(2, sequences, -1, *self.pages.shape[3:])
+        k, v = self._wide(held, dtype).unbind(0)
         return k, v
+
+    def _wide(self, held: Tensor, dtype: torch.dtype) -> Tensor:
+        return held if self._fp8 is None else of_codes(held, self._fp8, dtype)
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Attention:
     ) -> Tensor:
         """q (T, H * D), k and v (T, N * D), sinks (H) -> (T, H * D)."""
         paging = step.paging(self.window, q.dtype)
-        cache.append(paging, k, v)
+        k, v = cache.append(paging, k, v)
         parts = paging.parts
         sink = None if sinks is None else sinks.float().view(self.kv_heads, -1)
         if parts[0].rows is None:
@@ -66,7 +77,7 @@ class Attention:
             q = q[part.rows]
         groups, rows = self.heads // self.kv_heads, len(q)
         if part.pages is not None:
-            k, v = cache.gather(part.pages, part.sequences)
+            k, v = cache.gather(part.pages, part.sequences, q.dtype)
         else:
             k, v = (x[part.rows].view(1, rows, self.kv_heads, self.head_dim) for x in (k, v))
         if rows == part.sequences and part.pages is not None:

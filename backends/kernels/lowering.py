@@ -38,6 +38,13 @@ class Lowering(Generic[Code]):
     def __init__(self, name: str) -> None:
         self.name = name
         self._emitters: dict[type[PlaitOp], tuple[frozenset[str], Callable[[Any], Code]]] = {}
+        self._check: Callable[[PlaitOp], None] = lambda op: None
+
+    def checked(self, check: Callable[[PlaitOp], None]) -> Lowering[Code]:
+        """The same, for a place where `check` refuses more. It raises what `refuse` makes."""
+        made: Lowering[Code] = Lowering(self.name)
+        made._emitters, made._check = self._emitters, check
+        return made
 
     def emits(self, kind: type[Op], *properties: str) -> Callable[[Callable[[Op], Code]], Callable[[Op], Code]]:
         """Register an emitter, and the properties and optional operands it implements."""
@@ -61,6 +68,7 @@ class Lowering(Generic[Code]):
             given = getattr(op, operand) if isinstance(definition, OptOperandDef) else None
             if given is not None and operand not in known | _COMMON:
                 raise refuse(op, operand, given.type, f"{self.name} does not know this operand")
+        self._check(op)
         return emitter(op)
 
     def supports(self, op: Operation) -> Support:

@@ -169,8 +169,8 @@ def _rope(op: RopeOp) -> Bind:
 @LOWERING.emits(AttentionOp, "heads", "scale", "window", "softcap", "sinks")
 def _attention(op: AttentionOp) -> Bind:
     dtype = operand_dtype(op, op.q)
-    if attribute_dtype(op, op.cache.dtype) != dtype:
-        raise refuse(op, "KV dtype", op.cache.dtype, f"q is {dtype}, and torch attends in one dtype")
+    if not op.cache.is_fp8 and attribute_dtype(op, op.cache.dtype) != dtype:
+        raise refuse(op, "KV dtype", op.cache.dtype, f"q is {dtype}; KV is stored in the same dtype or in FP8")
     attend = Attention(
         heads=op.heads.value.data,
         kv_heads=op.kv_heads,

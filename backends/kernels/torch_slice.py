@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from xdsl.dialects.builtin import ModuleOp, TensorType
@@ -21,6 +22,7 @@ from plait.backends.kernels.torch_eager import LOWERING
 from plait.backends.weights import read_weight, read_weights_json
 from plait.ir import kv_layouts, read_module, signature, weights
 from plait.ir.module import ops
+from plait.ir.numbers import NUMPY
 from plait.ir.ops import SCORING, PlaitOp, WeightOp
 from plait.ir.types import KVType, dtype_name
 from plait.spec import KVLayout, kv_class
@@ -78,12 +80,15 @@ class TorchSlice:
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         with torch.inference_mode():
             k, v = self._layer(layer).pages.index_select(1, self._index(pages)).unbind(0)
-            return to_numpy(k), to_numpy(v)
+            dtype = NUMPY[self.kv_layouts[layer].dtype]
+            return to_numpy(k).view(dtype), to_numpy(v).view(dtype)
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
         with torch.inference_mode():
-            for side, values in enumerate((k, v)):
-                self._layer(layer).pages[side].index_copy_(0, self._index(pages), to_torch(values))
+            held = self._layer(layer).pages
+            for side, values in zip(held, (k, v), strict=True):
+                own = values.view(np.uint8) if held.dtype == torch.uint8 else values
+                side.index_copy_(0, self._index(pages), to_torch(own))
 
     def stats(self) -> dict[str, int | float | str]:
         kv_bytes = sum(cache.pages.nbytes for cache in self._caches.values())
@@ -134,7 +139,7 @@ class TorchSlice:
             options.page_tokens,
             kind.kv_heads.data,
             kind.head_dim.data,
-            TORCH_DTYPES[dtype_name(kind.dtype)],
+            dtype_name(kind.dtype),
         )
 
     def _program(self, module: ModuleOp) -> tuple[list[Call], int]:

@@ -118,8 +118,8 @@ def test_a_window_of_one_key_more_fails(
 def test_pages_that_are_not_wiped_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = attention.Cache.append
 
-    def append(self: attention.Cache, paging: step.Paging, k: Any, v: Any) -> None:
-        original(self, step.Paging(paging.slots, None, paging.parts), k, v)
+    def append(self: attention.Cache, paging: step.Paging, k: Any, v: Any) -> Any:
+        return original(self, step.Paging(paging.slots, None, paging.parts), k, v)
 
     monkeypatch.setattr(attention.Cache, "append", append)
     with pytest.raises(AssertionError, match="NaN"):

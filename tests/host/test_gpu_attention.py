@@ -201,8 +201,12 @@ def prefill(data: Data, sequences: list[int], block_m: int = 32, block_keys: int
 
 
 def attend(case: Case, block_keys: int = 16, block_m: int = 32) -> Data:
-    """One step as an executor launches it: decode sequences, then the chunks of the others."""
-    data = Data(case)
+    return step(Data(case), block_keys, block_m)
+
+
+def step(data: Data, block_keys: int = 16, block_m: int = 32) -> Data:
+    """As an executor launches it: decode sequences, then the chunks of the others."""
+    case = data.case
     decodes = [(s, int(data.query_starts[s])) for s, (_, count) in enumerate(case.lens) if count == 1]
     chunks = [s for s, (_, count) in enumerate(case.lens) if count > 1]
     if decodes:

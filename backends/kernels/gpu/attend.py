@@ -1,7 +1,7 @@
 """Attention over paged KV: what each kernel takes. The code is in `sources/attention.py`.
 
 q and out are (tokens, KV_HEADS * GROUP * HEAD_DIM) with a row stride in elements, of one type; query head h reads KV
-head h // GROUP. k_pages and v_pages are (page, token, kv_head, head_dim), of q's type or an fp8 type; value = code *
+head h // GROUP. k_pages and v_pages are (page, token, kv_head, head_dim), of q's type, fp8 or u8; value = code *
 scale (`k_scale`, `v_scale`; 1 for q's type). table is i32 (S, table_stride), kv_lens i32 (S,): tokens of the sequence
 with the new ones, which `rope_write` has put into the pages. Only visible keys are read: what else lies in a page, or
 behind an entry of the table, may be anything. `sinks` (HEADS,), of q's type or fp32, are logits that take part in the
@@ -142,6 +142,7 @@ def candidates(
         return (Tile({}, num_warps=4), Tile({}, num_warps=2))
     shapes = _FLOAT32[arch.matrix[0] == "v_mfma_"] if types["q"] == "fp32" else _SHAPES[arch.matrix[0]]
     wide = -(-int(constants["HEAD_DIM"]) // _HEAD_DIM)
+    wide *= 2 if types["k_pages"] == "u8" else 1  # converting them takes registers
     if kernel is ATTENTION_DECODE:
         found = [
             Tile({"BLOCK_KEYS": max(16, keys // wide)}, num_warps=warps, num_stages=stages)

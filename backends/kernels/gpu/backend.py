@@ -47,13 +47,13 @@ class GpuBackend:
             emulated, runs_on = True, f"{arch} (cannot run here: {problem.code})"
         refused: dict[str, str] = {}
         if module is not None:
-            for lowering in _lowerings():
+            for lowering in _lowerings(arch):
                 refused = lowering.refused(module) | refused
         return Capability(self.name, target, self.dtypes, runs_on, emulated, "torch", refused)
 
     def supports(self, op: Operation, target: str) -> Support:
-        arch_of(self.name, target, self.archs)
-        answers = [lowering.supports(op) for lowering in _lowerings()]
+        arch = arch_of(self.name, target, self.archs)
+        answers = [lowering.supports(op) for lowering in _lowerings(arch)]
         return next((answer for answer in answers if not answer.ok), Support(True))
 
     def compile(self, module: ModuleOp, target: str, options: CompileOptions) -> CompiledSlice:
@@ -62,7 +62,7 @@ class GpuBackend:
         from plait.ir.module import ops
 
         arch = arch_of(self.name, target, self.archs)
-        for lowering in _lowerings():
+        for lowering in _lowerings(arch):
             for op in ops(module):
                 lowering.emit(op)
         check_dtypes(self.name, dtypes_of(module), self.dtypes)
@@ -123,11 +123,12 @@ class GpuBackend:
         return TorchSlice(folder, label(device, True), options)
 
 
-def _lowerings() -> Iterator[Lowering[Any]]:
+def _lowerings(arch: str) -> Iterator[Lowering[Any]]:
     """What must take an op: the launch plan, and torch, which emulates, where it is installed."""
-    from plait.backends.kernels.gpu.lower import LOWERING
+    from plait.backends.kernels.gpu.archs import ARCHS
+    from plait.backends.kernels.gpu.lower import lowering
 
-    yield LOWERING
+    yield lowering(ARCHS[arch])
     if _torch_is_here():
         from plait.backends.kernels import torch_eager
 

@@ -33,7 +33,7 @@ from plait.backends.kernels.gpu.launch import (
     Weight,
 )
 from plait.backends.kernels.gpu.table import KERNELS
-from plait.backends.kernels.lowering import Lowering, op_name
+from plait.backends.kernels.lowering import Lowering, op_name, refuse
 from plait.ir import kv_layouts, signature
 from plait.ir.ops import AttentionOp
 from plait.ir.ops.base import tensor_type
@@ -190,7 +190,7 @@ class Draft:
     def pages(self, op: AttentionOp) -> tuple[Place, Place]:
         """Of K and of V."""
         layer = [*self._signature.kv.values()].index(op.kv)  # type: ignore[arg-type]
-        kind = TYPES[dtype_name(op.cache.dtype)]
+        kind = pages_type(op, self.arch)
         return Place(Pointer(f"k{layer}"), kind), Place(Pointer(f"v{layer}"), kind)
 
     def launch(
@@ -301,6 +301,19 @@ class Draft:
                 last = len(steps)
             made[name] = Activation(rows, width, kind, first, last)
         return made
+
+
+def pages_type(op: AttentionOp, arch: Arch) -> str:
+    """The type of an attention's pages: e4m3fn is converted by the kernels where the architecture does not.
+
+    Raises UnsupportedError for another FP8 that the architecture does not have.
+    """
+    kind = kernel_type(op.cache.dtype)
+    if not op.cache.is_fp8 or kind in arch.fp8:
+        return kind
+    if kind == TYPES["e4m3fn"]:
+        return "u8"
+    raise refuse(op, "KV dtype", op.cache.dtype, f"{arch.name} does not have it; e4m3fn is on every architecture")
 
 
 def null(type_: str) -> Place:

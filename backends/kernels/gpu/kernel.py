@@ -63,8 +63,8 @@ class Variant:
     """One binary: a kernel with everything that is settled at compile time. Equal variants have equal code.
 
     Attributes:
-        types: element type of each pointer by name: `bf16`, `fp16`, `fp32`, `i32`, `i8`, `fp8e4nv` (e4m3fn),
-            `fp8e4b8` (e4m3fnuz), `fp8e5`.
+        types: element type of each pointer by name: `bf16`, `fp16`, `fp32`, `i32`, `i8`, `u8` (codes of e4m3fn),
+            `fp8e4nv` (e4m3fn), `fp8e4b8` (e4m3fnuz), `fp8e5`.
         aligned: pointers that are multiples of 16 bytes, and i32 scalars that are multiples of 16.
         small: pointers from which every address is less than 2 GiB away, whatever the batch; AMD then gets loads with
             32-bit offsets. A pool whose size is known when a slice is loaded only is not small.

@@ -27,7 +27,7 @@ from plait.spec import KVLayout
 ALIGNMENT = 256
 
 #: Bytes of one element by `Variant.types`.
-ELEMENT_BYTES = {"fp32": 4, "i32": 4, "fp16": 2, "bf16": 2, "i8": 1, "fp8e4nv": 1, "fp8e4b8": 1, "fp8e5": 1}
+ELEMENT_BYTES = {"fp32": 4, "i32": 4, "fp16": 2, "bf16": 2, "i8": 1, "u8": 1, "fp8e4nv": 1, "fp8e4b8": 1, "fp8e5": 1}
 
 
 @dataclass(frozen=True)

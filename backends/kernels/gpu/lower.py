@@ -21,28 +21,31 @@ from plait.backends.kernels.gpu.draft import (
     Places,
     Scalars,
     View,
+    pages_type,
     user,
     width_of,
 )
 from plait.backends.kernels.gpu.launch import Fact, LaunchPlan
 from plait.backends.kernels.gpu.product import activation, gated_product, product, values
-from plait.backends.kernels.lowering import op_name, operand_dtype, refuse, weight_kind, weight_name
+from plait.backends.kernels.lowering import Lowering, op_name, operand_dtype, refuse, weight_kind, weight_name
 from plait.errors import UnsupportedError
 from plait.ir.module import ops
 from plait.ir.ops import (
     AddOp,
     AddRmsNormOp,
+    AttentionOp,
     EmbedOp,
     GeluMulOp,
     LinearOp,
     LinearsOp,
     LogitsOp,
+    PlaitOp,
     RmsNormOp,
     SiluMulOp,
     WeightOp,
 )
 
-__all__ = ["LOWERING", "lower"]
+__all__ = ["LOWERING", "lower", "lowering"]
 
 
 def lower(module: ModuleOp, target: str, arch: Arch, options: CompileOptions, pick: Pick) -> LaunchPlan:
@@ -51,7 +54,7 @@ def lower(module: ModuleOp, target: str, arch: Arch, options: CompileOptions, pi
     Raises:
         UnsupportedError: naming the op and the attribute.
     """
-    program = [(op, LOWERING.emit(op)) for op in ops(module)]
+    program = [(op, lowering(arch).emit(op)) for op in ops(module)]
     _check_logits(module)
     draft = Draft(module, target, arch, options, pick)
     for op, emit in program:
@@ -59,6 +62,16 @@ def lower(module: ModuleOp, target: str, arch: Arch, options: CompileOptions, pi
         if op not in draft.done:
             emit(draft)
     return draft.finish()
+
+
+def lowering(arch: Arch) -> Lowering[Emit]:
+    """`LOWERING`, without what the architecture cannot do."""
+
+    def check(op: PlaitOp) -> None:
+        if isinstance(op, AttentionOp):
+            pages_type(op, arch)
+
+    return LOWERING.checked(check)
 
 
 def _check_logits(module: ModuleOp) -> None:

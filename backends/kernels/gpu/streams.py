@@ -101,8 +101,8 @@ ROPE = Kernel(
 )
 
 #: q turned into q_out (which may be q); k turned, and v, into k_pages and v_pages, (page, token, kv_head, head_dim), at
-#: slots[r] = page * page_tokens + token, i32; -1 writes nothing. Pages of an fp8 type hold value / scale, the value in
-#: k's type, clamped to the range of fp8; for other types the scales are left alone.
+#: slots[r] = page * page_tokens + token, i32; -1 writes nothing. Pages of an fp8 type, or of u8 (`sources/fp8.py`),
+#: hold value / scale, the value in k's type, clamped to the range of fp8; for other types the scales are left alone.
 ROPE_WRITE = Kernel(
     name="rope_write",
     source=f"{_SOURCES}.rope:rope_write",

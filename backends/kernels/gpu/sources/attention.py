@@ -11,6 +11,8 @@ power of two.
 import triton
 import triton.language as tl
 
+from plait.backends.kernels.gpu.sources.fp8 import widen
+
 LOG2E = tl.constexpr(1.4426950408889634)
 #: Below every score, and finite: two of them have a difference.
 LOWEST = tl.constexpr(-3.0e38)
@@ -75,7 +77,7 @@ def attend(
     for first in tl.range(start, stop, BLOCK_KEYS):
         keys = first + tl.arange(0, BLOCK_KEYS)
         offsets = key_offsets(keys, end, table, PAGE_TOKENS, KV_HEADS * HEAD_DIM, MASKED)
-        k = load_keys(k_pages, offsets, keys, end, HEAD_DIM, BLOCK_D, MASKED).to(q.dtype)
+        k = widen(load_keys(k_pages, offsets, keys, end, HEAD_DIM, BLOCK_D, MASKED), q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP > 0.0:
             # tanh(z) = 1 - 2 / (exp(2 z) + 1)
@@ -93,7 +95,7 @@ def attend(
         weight = tl.exp2(score * factor - higher[:, None])
         keep = tl.exp2(top - higher)
         total = total * keep + tl.sum(weight, axis=1)
-        v = load_keys(v_pages, offsets, keys, end, HEAD_DIM, BLOCK_D, MASKED).to(q.dtype)
+        v = widen(load_keys(v_pages, offsets, keys, end, HEAD_DIM, BLOCK_D, MASKED), q.dtype)
         acc = tl.dot(weight.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
         top = higher
     return acc, top, total

@@ -8,15 +8,17 @@ A program has one token and BLOCK_HEADS heads.
 import triton
 import triton.language as tl
 
+from plait.backends.kernels.gpu.sources.fp8 import narrow
+
 
 @triton.jit
 def store_as(pointers, value, divide, mask):
-    """Store values of the model's type. fp8 holds the quotient, clamped: chips differ in what they make of more."""
+    """Store values of the model's type; fp8 holds the quotient."""
     kind: tl.constexpr = pointers.dtype.element_ty
     if kind.primitive_bitwidth == 8:
-        limit = 448.0 if kind == tl.float8e4nv else 240.0 if kind == tl.float8e4b8 else 57344.0
-        value = tl.minimum(tl.maximum(value.to(tl.float32) / divide, -limit), limit)
-    tl.store(pointers, value.to(kind), mask=mask)
+        tl.store(pointers, narrow(value.to(tl.float32) / divide, kind), mask=mask)
+    else:
+        tl.store(pointers, value.to(kind), mask=mask)
 
 
 @triton.jit
