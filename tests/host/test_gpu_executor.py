@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from plait.backends.base import Batch
+from plait.backends.base import Batch, CompileOptions
 from plait.backends.conformance.models import MODELS, VOCABULARY, Model, random_weights
 from plait.backends.conformance.script import SCRIPTS, Player, Script, Turn
 from plait.backends.kernels.gpu.batch import Facts, fill
@@ -24,7 +26,7 @@ from plait.errors import ArtifactError, CheckpointError
 from plait.ir import Rope, kv_classes
 from plait.ir.oracle import Oracle
 from plait.ir.rope import angles
-from tests.host.gpu_slices import SCRIPT, Slice, write
+from tests.host.gpu_slices import SCRIPT, Slice, plan, write
 
 ROPE = Rope(10000.0)
 
@@ -101,6 +103,26 @@ def test_padded_sequences_do_nothing() -> None:
         fill(target, fact, facts)
         assert (target[:2] == facts.array(fact)).all()
         assert target[2:].reshape(-1).tolist() == padding
+
+
+class _Capturing(InterpretDevice):
+    """Decode steps are padded and captured, as on a GPU."""
+
+    graphs = True
+
+    def capture(self, calls: Sequence[Call]) -> Call:
+        return partial(self.run, calls)
+
+
+def test_steps_are_padded_to_no_more_than_there_is_memory_for(tmp_path: Path) -> None:
+    """Five sequences are padded to eight, and a step has five tokens at most."""
+    turn = Turn(dict.fromkeys(range(5), 1), "all")
+    made = write(tmp_path / "slice", Script((turn, turn, turn), 4), MODELS["gqa"])
+    made = replace(made, plan=plan(made.module, options=CompileOptions(5, 8, 4)))
+    assert made.plan.bounds.symbols == {"T": 5, "S": 8, "R": 8, "D": 8}
+    with closing(_load(made, _Capturing())) as executable:
+        _against(made, executable)
+        assert executable.stats()["graphs"] == 1
 
 
 def _against(made: Slice, executable: LaunchSlice) -> None:

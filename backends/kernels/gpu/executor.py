@@ -180,8 +180,9 @@ class LaunchSlice:
         return facts
 
     def _bucket(self, facts: Facts) -> int | None:
-        """How many sequences a decode step is padded to, where steps are captured."""
-        count, most = facts.symbols["D"], self._plan.bounds.sequences
+        """How many sequences a decode step is padded to, where steps are captured: no more than there is memory for."""
+        count, bounds = facts.symbols["D"], self._plan.bounds
+        most = min(bounds.sequences, bounds.tokens)
         wants_head = facts.symbols["A"] > 0 or self._plan.head == len(self._plan.steps)
         if not self._device.graphs or not facts.is_decode or not wants_head or count > most:
             return None
