@@ -9,17 +9,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plait.backends.kernels.gpu.fp8 import FNUZ_SCALE, to_fnuz
 from plait.backends.kernels.gpu.gemm import even_k
 from plait.backends.kernels.gpu.interpret import NUMPY_TYPES
 from plait.backends.kernels.gpu.kernel import Constant, Tile, Variant
 from plait.backends.kernels.gpu.table import KERNELS
+from plait.backends.quantised import to_fnuz
 from plait.errors import PlaitError
+from plait.ir.numbers import Quantised
+from plait.ir.types import QuantType
 from tests.kernels import here, run
 
 Floats = NDArray[np.float64]
@@ -350,9 +351,8 @@ def test_both_flavours_of_one_checkpoint_agree(rng: np.random.Generator, layout:
     constants: dict[str, Constant] = {"SCALE_N": layout[0], "SCALE_K": layout[1]}
 
     fn = launch.go("gemm_fp8", {"w": ("fp8e4nv", w), "scale": ("fp32", scale)}, constants)
-    converted = to_fnuz(w).view(ml_dtypes.float8_e4m3fnuz)
-    doubled = scale * np.float32(FNUZ_SCALE)
-    fnuz = launch.go("gemm_fp8", {"w": ("fp8e4b8", converted), "scale": ("fp32", doubled)}, constants)
+    there = to_fnuz(Quantised(QuantType.get("e4m3fn", "float32", layout), w, scale))
+    fnuz = launch.go("gemm_fp8", {"w": ("fp8e4b8", there.codes), "scale": ("fp32", there.scale)}, constants)
 
     np.testing.assert_array_equal(fn, fnuz)
 
