@@ -24,11 +24,10 @@ from plait.backends.kernels.gpu.device import Region
 from plait.backends.kernels.gpu.executor import LaunchSlice
 from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.facts import resources
-from plait.backends.kernels.gpu.interpret import NUMPY_TYPES, run
 from plait.backends.kernels.gpu.launch import Binary
-from plait.backends.kernels.gpu.table import KERNELS
 from plait.errors import FitError
 from plait.ir.oracle import Oracle
+from tests.device.double import interpret
 from tests.host import cupy_double
 from tests.host.cupy_double import Double, Launch
 from tests.host.gpu_slices import Slice, write
@@ -59,35 +58,19 @@ def _binary(made: Slice, launch: Launch) -> Binary:
     return next(b for b in made.plan.binaries if b.file == launch.file)
 
 
-def _interpreter(made: Slice) -> tuple[Double, Callable[[], None]]:
+def _interpreter(made: Slice) -> Double:
     """A double whose launches run in Triton's interpreter, from their bytes alone."""
-
-    def execute(launch: Launch) -> None:
-        binary = _binary(made, launch)
-        *arguments, scratch, profile = launch.arguments
-        assert scratch == profile == bytes(8)
-        pointers = dict(zip(binary.types, arguments, strict=False))
-        arrays: dict[str, Any] = {}
-        for name, raw in pointers.items():
-            address = int.from_bytes(raw, "little")
-            there = double.find(address) if address else None
-            dtype = NUMPY_TYPES[binary.types[name]]
-            arrays[name] = None if there is None else there[: len(there) // dtype.itemsize * dtype.itemsize].view(dtype)
-        scalars = {
-            name: FORMATS[kind](np.frombuffer(raw, FORMATS[kind])[0]).item()
-            for (name, kind), raw in zip(binary.scalars.items(), arguments[len(pointers) :], strict=True)
-        }
-        run(KERNELS[binary.kernel], binary.variant, arrays, scalars, launch.grid)
-
-    double = Double((made.plan.arch.removesuffix("a"),), execute)
-    return double, double.log.launches.clear
+    double = Double(
+        (made.plan.arch.removesuffix("a"),), lambda launch: interpret(double, _binary(made, launch), launch)
+    )
+    return double
 
 
 @pytest.mark.parametrize("arch", list(TARGETS))
 def test_what_is_launched_gives_the_oracles_numbers(arch: str, slices: Callable[[str], Slice]) -> None:
     """Prompts, decode steps as they are, captured and repeated, on both vendors."""
     made = slices(arch)
-    double, _ = _interpreter(made)
+    double = _interpreter(made)
     player = made.player()
     oracle = Oracle(made.module, random_weights(made.module), player.plain_pages, made.script.page_tokens)
     with closing(_load(made, double)) as executable:

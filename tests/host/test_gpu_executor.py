@@ -161,6 +161,14 @@ def test_nobody_reads_what_was_released(tmp_path: Path, monkeypatch: pytest.Monk
     assert {buffer.rows for buffer in kept} == {"D * 32"}, "parts of long sequences, of which there are none"
 
 
+def test_a_batch_beyond_the_bounds_is_not_run(tmp_path: Path) -> None:
+    """It would write beside its memory."""
+    made = write(tmp_path / "slice", Script((Turn({0: 6}),), 4), MODELS["gqa"])
+    made = replace(made, plan=replace(made.plan, bounds=replace(made.plan.bounds, tokens=5)))
+    with closing(_load(made, max_step_tokens=5)) as executable, pytest.raises(AssertionError, match="plan's bounds"):
+        executable.step(made.player().batches(made.script.turns[0])[0], {})
+
+
 def test_more_logit_rows_than_memory_go_over_the_head_again(tmp_path: Path) -> None:
     script = Script((Turn({0: 19}, "all"), Turn({0: 1}, "all"), Turn({0: 11}, "some")), 4)
     made = write(tmp_path / "slice", script, MODELS["gqa"])

@@ -166,11 +166,12 @@ class HostClock:
         return [float(self.runs)]
 
 
-def test_every_candidate_is_launched_as_the_slice_would(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokens", "sequences"), [(18, 3), (5, 8)])
+def test_every_candidate_is_launched_as_the_slice_would(tokens: int, sequences: int, tmp_path: Path) -> None:
     """In the interpreter, which checks every address: each kernel in a batch of its rows, whatever its tile."""
-    options = CompileOptions(max_step_tokens=18, max_sequences=3, page_tokens=4, max_context_tokens=20)
+    options = CompileOptions(tokens, sequences, page_tokens=4, max_context_tokens=20)
     made, source = write(tmp_path / "slice"), module(SMALL)
-    load = LoadOptions({"full": 9, "window8": 3}, 4, 18, 3, 1, made.folder)
+    load = LoadOptions({"full": 9, "window8": 3}, 4, tokens, sequences, 1, made.folder)
     items = asked(source, TARGET, ARCH, options)
     plan = lower(source, TARGET, ARCH, options, first(ARCH))
     clock = HostClock()

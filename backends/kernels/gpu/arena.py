@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import combinations
 
 from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.launch import ALIGNMENT, ELEMENT_BYTES, Activation
@@ -40,11 +39,3 @@ def pack(buffers: Mapping[str, Activation], symbols: Mapping[str, int]) -> tuple
 def together(a: Activation, b: Activation) -> bool:
     """Whether both hold something during some step."""
     return a.first <= b.last and b.first <= a.last
-
-
-def conflicts(buffers: Mapping[str, Activation]) -> Iterator[tuple[str, str]]:
-    """Pairs that are alive together and share a byte: none, in a sound arena."""
-    for (name, a), (other, b) in combinations(buffers.items(), 2):
-        apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
-        if together(a, b) and not apart and a.nbytes and b.nbytes:
-            yield name, other

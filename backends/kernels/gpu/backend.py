@@ -41,7 +41,9 @@ class GpuBackend:
         arch = arch_of(self.name, target, self.archs)
         try:
             here = None if emulation_asked("all") else devices(self.vendor)
-            emulated = here is None or not here.fitting(arch)
+            if here is not None:
+                here.fitting(arch)
+            emulated = here is None
             runs_on = label(arch, emulated)
         except PlaitError as problem:  # compiling needs no device; loading says what is wrong with it
             emulated, runs_on = True, f"{arch} (cannot run here: {problem.code})"

@@ -172,10 +172,13 @@ class LaunchSlice:
     # One batch
 
     def _make_facts(self, batch: Batch) -> Facts:
-        facts = Facts(batch, self._plan.bounds.page_tokens)
+        bounds = self._plan.bounds
+        facts = Facts(batch, bounds.page_tokens)
+        tokens, decodes = facts.symbols["T"], facts.symbols["D"]
+        assert tokens <= bounds.tokens and decodes <= bounds.sequences, "the batch is larger than the plan's bounds"
         padded = self._bucket(facts)
         if padded is not None:
-            facts = Facts(batch, self._plan.bounds.page_tokens, padded)
+            facts = Facts(batch, bounds.page_tokens, padded)
         facts.tiles(self._queries)
         return facts
 
@@ -184,7 +187,7 @@ class LaunchSlice:
         count, bounds = facts.symbols["D"], self._plan.bounds
         most = min(bounds.sequences, bounds.tokens)
         wants_head = facts.symbols["A"] > 0 or self._plan.head == len(self._plan.steps)
-        if not self._device.graphs or not facts.is_decode or not wants_head or count > most:
+        if not self._device.graphs or not facts.is_decode or not wants_head:
             return None
         return min(most, 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16)
 

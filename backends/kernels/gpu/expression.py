@@ -1,7 +1,7 @@
 """Small integer expressions over names: grids, sizes and offsets of a launch plan.
 
-`cdiv(T, BLOCK_M) * cdiv(N, BLOCK_N)`: integers, names, `+ - * // %`, `cdiv`, `min`, `max`, `round_up(x, to)`, a
-comparison (1 or 0), and a choice `a if b < c else d`. Nothing else parses: a plan is data, reading one runs no code.
+`cdiv(T, BLOCK_M) * cdiv(N, BLOCK_N)`: integers, names, `+ - * // %`, `cdiv`, `min`, `max`, a comparison (1 or 0), and
+a choice `a if b < c else d`. Nothing else parses: a plan is data, reading one runs no code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from plait.errors import UserError
 
@@ -23,16 +23,6 @@ def evaluate(expression: str, names: Mapping[str, int]) -> int:
     return _value(expression, parse(expression), names)
 
 
-def substitute(expression: str, names: Mapping[str, int]) -> str:
-    """The expression with these names settled and what follows from them computed; other names are left."""
-    return ast.unparse(_Fold(names).visit(_mutable(expression)))
-
-
-def names_of(expression: str) -> frozenset[str]:
-    """The names that the value depends on."""
-    return frozenset(_names(parse(expression)))
-
-
 @functools.lru_cache(maxsize=4096)
 def parse(expression: str) -> ast.expr:
     """The checked tree. Read only: it is shared.
@@ -40,12 +30,6 @@ def parse(expression: str) -> ast.expr:
     Raises:
         UserError: `expression-wrong`.
     """
-    tree = _mutable(expression)
-    _check(expression, tree)
-    return tree
-
-
-def _mutable(expression: str) -> ast.expr:
     try:
         tree = ast.parse(expression, mode="eval").body
     except SyntaxError as error:
@@ -56,10 +40,6 @@ def _mutable(expression: str) -> ast.expr:
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _round_up(a: int, to: int) -> int:
-    return _cdiv(a, to) * to
 
 
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -80,7 +60,6 @@ _COMPARE: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 #: Name -> function and how many arguments it takes (None: one or more).
 _FUNCTIONS: dict[str, tuple[Callable[..., int], int | None]] = {
     "cdiv": (_cdiv, 2),
-    "round_up": (_round_up, 2),
     "min": (lambda *values: min(values), None),
     "max": (lambda *values: max(values), None),
 }
@@ -117,13 +96,6 @@ def _parts(expression: str, node: ast.expr) -> list[ast.expr]:
     raise _wrong(expression, f"{ast.unparse(node)!r} is not allowed here")
 
 
-def _names(node: ast.expr) -> Iterator[str]:
-    if isinstance(node, ast.Name):
-        yield node.id
-    for part in _parts("", node):
-        yield from _names(part)
-
-
 def _value(expression: str, node: ast.expr, names: Mapping[str, int]) -> int:
     def of(part: ast.expr) -> int:
         return _value(expression, part, names)
@@ -149,29 +121,3 @@ def _value(expression: str, node: ast.expr, names: Mapping[str, int]) -> int:
     except ZeroDivisionError:
         raise _wrong(expression, "division by zero") from None
     raise AssertionError(ast.dump(node))
-
-
-class _Fold(ast.NodeTransformer):
-    """Puts values in place of names, and of parts that have no names left."""
-
-    def __init__(self, names: Mapping[str, int]) -> None:
-        self._names = names
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if not isinstance(node, ast.expr) or isinstance(node, ast.Constant):
-            return node
-        if not set(_names(node)) - set(self._names):
-            return ast.parse(str(_value(ast.unparse(node), node, self._names)), mode="eval").body
-        match node:
-            case ast.Call(args=args):
-                node.args = [self._expr(arg) for arg in args]
-            case ast.IfExp(test=test) if not set(_names(test)) - set(self._names):
-                return self._expr(node.body if _value(ast.unparse(test), test, self._names) else node.orelse)
-            case _:
-                self.generic_visit(node)
-        return node
-
-    def _expr(self, node: ast.expr) -> ast.expr:
-        folded = self.visit(node)
-        assert isinstance(folded, ast.expr)
-        return folded

@@ -176,7 +176,7 @@ FactKind = Literal[
 
 @dataclass(frozen=True)
 class Fact:
-    """An array that the host makes for each batch. `plait.backends.kernels.gpu.facts_of_batch` says what each is.
+    """An array that the host makes for each batch. `plait.backends.kernels.gpu.batch` makes it.
 
     Attributes:
         shape: expressions.

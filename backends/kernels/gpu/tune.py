@@ -205,13 +205,13 @@ class SliceStand:
 
     def _prompts(self, tokens: int) -> Batch:
         """So many new tokens, in as few prompts as the longest sequence allows, every token's logits wanted."""
-        longest = self._options.max_context_tokens
+        longest, tokens = self._options.max_context_tokens, min(tokens, self._options.max_step_tokens)
         lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
         return self._paged(replace(batch(lens, lens), logit_rows=np.arange(tokens, dtype=np.int32)))
 
     def _decode(self, sequences: int) -> Batch:
         """One new token of each of so many sequences, all at their longest."""
-        count = min(sequences, self._options.max_sequences)
+        count = min(sequences, self._options.max_sequences, self._options.max_step_tokens)
         return self._paged(batch([1] * count, [self._options.max_context_tokens] * count))
 
     def _paged(self, made: Batch) -> Batch:
