@@ -187,9 +187,12 @@ def test_every_file_is_loaded_before_the_first_step(slices: Callable[[str], Slic
 
 
 def test_a_slice_that_does_not_fit_says_so(slices: Callable[[str], Slice]) -> None:
+    double = Double(("sm_90",), capacity_bytes=100_000)
     with pytest.raises(FitError, match="does not fit") as caught:
-        _load(slices("sm_90"), Double(("sm_90",), capacity_bytes=10_000))
-    assert "bytes were asked for" in caught.value.why and "of 10000 are free" in caught.value.why
+        _load(slices("sm_90"), double)
+    assert "bytes were asked for" in caught.value.why and "of 100000 are free" in caught.value.why
+    assert sum(double.log.allocations) > 10_000, "some of it did"
+    assert double.held == 0, "although the error is still here"
 
 
 def test_large_shared_memory_is_asked_for() -> None:

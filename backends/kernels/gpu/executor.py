@@ -49,17 +49,17 @@ class LaunchSlice:
         self.runs_on, self.kv_layouts = runs_on, plan.kv
         self._plan, self._device, self._steps = plan, device, 0
         self._functions = [device.load(binary, folder) for binary in plan.binaries]
-        self._weights = self._load_weights(folder, options.weight_root)
-        self._pages = {
-            name: device.allocate(options.pages[kv_class(plan.kv[pages.layer].window)] * self._page_bytes(pages.layer))
-            for name, pages in plan.pages.items()
-        }
-        self._arena = device.allocate(plan.arena_bytes)
-        self._queries = _queries(plan)
-        self._facts = device.allocate(0)
+        self._weights, self._pages = dict[str, Memory](), dict[str, Memory]()
+        self._arena = self._facts = device.allocate(0)
         self._host = device.host(0)
+        self._queries = _queries(plan)
         self._programs = functools.lru_cache(_SHAPES)(self._resolve)
         self._graphs: dict[Symbols, Call | None] = {}
+        try:
+            self._load(folder, options)
+        except BaseException:
+            self.close()  # whoever keeps the error keeps this object, and need not keep its memory
+            raise
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
         facts = self._make_facts(batch)
@@ -139,17 +139,20 @@ class LaunchSlice:
 
     # Loading
 
-    def _load_weights(self, folder: Path, root: Path | None) -> dict[str, Memory]:
-        reader = Reader(read_weights_json(folder / "weights.json"), root)
-        held = {}
-        for name, weight in self._plan.weights.items():
-            memory, offset = self._device.allocate(weight.nbytes), 0
+    def _load(self, folder: Path, options: LoadOptions) -> None:
+        """Take the memory, and fill that of the weights."""
+        plan, allocate = self._plan, self._device.allocate
+        self._arena = allocate(plan.arena_bytes)
+        for name, pages in plan.pages.items():
+            count = options.pages[kv_class(plan.kv[pages.layer].window)]
+            self._pages[name] = allocate(count * self._page_bytes(pages.layer))
+        reader = Reader(read_weights_json(folder / "weights.json"), options.weight_root)
+        for name, weight in plan.weights.items():
+            self._weights[name], offset = allocate(weight.nbytes), 0
             for array in reader.arrays(weight):
-                self._device.write(memory, offset, _bytes(array))
+                self._device.write(self._weights[name], offset, _bytes(array))
                 offset += array.nbytes
             assert offset == weight.nbytes, f"{name} has {offset} bytes, not {weight.nbytes}"
-            held[name] = memory
-        return held
 
     def _kv_dtype(self, layer: int) -> np.dtype[Any]:
         return NUMPY[self._plan.kv[layer].dtype]

@@ -318,7 +318,6 @@ class _AmdKernel(msgspec.Struct, rename=lambda name: f".{name}"):
     vgpr_spill_count: int
     private_segment_fixed_size: int
     group_segment_fixed_size: int
-    agpr_count: int = 0
 
 
 class _AmdNote(msgspec.Struct):
