@@ -1,23 +1,23 @@
 """Programs that `torch.export.save` wrote (`.pt2`): a decoder from token ids to logits, taken as one opaque op.
 
-A `.pt2` is a zip archive without compression; each weight is a record of raw bytes, so weights are byte ranges of the
-file like everybody's. The program itself is read by torch. What would be unpickled is refused: that can run code.
+In a `.pt2` each weight is a record of raw bytes, so weights are byte ranges of the file like everybody's. The program
+itself is read by torch, after `pt2` has looked at it.
 """
 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from xdsl.dialects.builtin import ModuleOp
 
-from plait.errors import CheckpointError, UnsupportedError
-from plait.frontend.files import TensorFiles, header_digest, some, unreadable
+from plait.errors import PlaitError, UnsupportedError
+from plait.frontend.files import TensorFiles, some, unreadable
+from plait.frontend.pt2 import Archive, check_code, damaged, read_archive, refuse
 from plait.frontend.torch_mlir import mlir_text, quiet, require
 from plait.ir import Builder
 from plait.spec import WeightRef
@@ -37,13 +37,6 @@ UNBOUNDED_TOKENS = 1024
 
 MAX_CONSTANT_BYTES = 1 << 20
 """What is no argument of the programs stands in their text; larger tensors do not belong there."""
-
-_CONFIGS = {
-    "weights": "data/weights/model_weights_config.json",
-    "constants": "data/constants/model_constants_config.json",
-}
-_MODEL = "models/model.json"
-_SAMPLES = "data/sample_inputs/model.pt"
 
 
 @dataclass(frozen=True)
@@ -81,16 +74,6 @@ class ProgramConfig:
 
 
 @dataclass(frozen=True)
-class _Archive:
-    """Records by their path inside the archive: first byte in the file and length."""
-
-    path: Path
-    records: dict[str, tuple[int, int]]
-    weights: dict[str, Any]
-    identity: tuple[int, str]
-
-
-@dataclass(frozen=True)
 class _Program:
     """A loaded program. `aliases`: the names under which torch knows each argument (a tied table has two)."""
 
@@ -110,8 +93,7 @@ def read_program(path: Path) -> tuple[ProgramConfig, TensorFiles]:
         UnsupportedError: `exported-*`: it is read, and is no such decoder; names what is in the way.
     """
     require()
-    stat = _stat(path)
-    found = _read(path, stat.st_size, stat.st_mtime_ns)
+    found = _program(path)
     return found.config, found.tensors
 
 
@@ -128,9 +110,7 @@ def build_program(config: ProgramConfig, dtype: str) -> ModuleOp:
             why="an opaque program keeps the dtypes it was exported with",
             hint=f"export the module in {dtype}",
         )
-    path = Path(config.file)
-    stat = _stat(path)
-    found = _read(path, stat.st_size, stat.st_mtime_ns)
+    found = _program(Path(config.file))
     with quiet():
         made = [_written(found, length) for length in config.lengths]
     refs = found.tensors.weights
@@ -147,11 +127,6 @@ def build_program(config: ProgramConfig, dtype: str) -> ModuleOp:
     return b.finish({"logits": logits})
 
 
-def identity(path: Path) -> tuple[int, str]:
-    """Size in bytes and digest of what says where the weights lie and what is computed. Imports no torch."""
-    return _archive(path).identity
-
-
 def save_program(exported: ExportedProgram, path: Path) -> None:
     """Write a program as a file that `read_program` reads."""
     import torch
@@ -160,112 +135,50 @@ def save_program(exported: ExportedProgram, path: Path) -> None:
         torch.export.save(exported, path)
 
 
-def _stat(path: Path) -> Any:
+def _program(path: Path) -> _Program:
     try:
-        return path.stat()
+        stat = path.stat()
     except OSError as err:
         raise unreadable(path, err) from err
-
-
-def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        "exported-damaged", f"{path} is no program that torch.export.save wrote", why=why, hint="save it again"
-    )
-
-
-def _refuse(code: str, what: str, why: str = "", hint: str = "") -> NoReturn:
-    raise UnsupportedError(f"exported-{code}", what, why=why, hint=hint)
-
-
-def _archive(path: Path) -> _Archive:
-    try:
-        with zipfile.ZipFile(path) as file, path.open("rb") as raw:
-            records: dict[str, tuple[int, int]] = {}
-            for info in file.infolist():
-                if info.compress_type != zipfile.ZIP_STORED:
-                    raise _damaged(path, f"{info.filename} is compressed, and torch compresses nothing")
-                # The record begins behind its own header: 30 bytes, its name and its padding.
-                raw.seek(info.header_offset + 26)
-                name, extra = (int.from_bytes(raw.read(2), "little") for _ in range(2))
-                records[info.filename.partition("/")[2]] = (info.header_offset + 30 + name + extra, info.file_size)
-            root = file.namelist()[0].partition("/")[0] if records else ""
-            missing = [part for part in (*_CONFIGS.values(), _MODEL, _SAMPLES) if part not in records]
-            if missing:
-                raise _damaged(path, f"it lacks {some(missing)}")
-            texts = {key: file.read(f"{root}/{part}") for key, part in _CONFIGS.items()}
-            model = file.read(f"{root}/{_MODEL}")
-            configs = {key: json.loads(text)["config"] for key, text in texts.items()}
-    except OSError as err:
-        raise unreadable(path, err) from err
-    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, RuntimeError) as err:
-        raise _damaged(path, str(err)) from err
-    for kind, config in configs.items():
-        pickled = [
-            name
-            for name, item in config.items()
-            if item["use_pickle"] or not item["path_name"].startswith(_PREFIX[kind])
-        ]
-        if pickled:
-            _refuse("pickle", f"{path} holds objects that must be unpickled: {some(pickled)}", "that can run code")
-    digest = header_digest(b"".join((*texts.values(), model)))
-    return _Archive(path, records, configs["weights"], (path.stat().st_size, digest))
-
-
-_PREFIX = {"weights": "weight_", "constants": "tensor_"}
+    return _read(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
 def _read(path: Path, size: int, changed_ns: int) -> _Program:
     """Loaded once for the config and the module; size and time of the file tell whether it is still the same."""
-    with quiet():
-        return _load(_archive(path))
-
-
-def _load(archive: _Archive) -> _Program:
     import torch
 
-    path = archive.path
-    offset, length = archive.records[_SAMPLES]
-    with path.open("rb") as raw:
-        raw.seek(offset)
+    archive = read_archive(path)
+    with quiet():
+        check_code(archive)
         try:
-            _load_plain(raw.read(length))
-            exported = torch.export.load(path)
-        except UnsupportedError:
+            return _load(archive, torch.export.load(path))
+        except PlaitError:
             raise
         except Exception as err:
-            raise _damaged(path, f"{type(err).__name__}: {err}"[:500]) from err
+            cause = err.__cause__ or err
+            raise damaged(path, f"{type(cause).__name__}: {cause}"[:500]) from err
+
+
+def _load(archive: Archive, exported: ExportedProgram) -> _Program:
     _check_signature(exported)
-    tokens, most = _token_range(exported)
+    least, most = _token_range(exported)
     vocabulary = _vocabulary(exported)
-    longest = tokens or most or UNBOUNDED_TOKENS
-    shorter = (length for length in LENGTHS if tokens is None and length < longest)
-    lengths = (*shorter, longest)
+    longest = max(least, UNBOUNDED_TOKENS) if most is None else most
+    lengths = (*(length for length in LENGTHS if least <= length < longest), longest)
     refs, aliases = _weights(archive, exported)
     config = ProgramConfig(
         family=FAMILY,
-        file=str(path),
+        file=str(archive.path),
         vocab_size=vocabulary,
         max_positions=lengths[-1],
         lengths=lengths,
-        bounded=tokens is not None or most is not None,
+        bounded=most is not None,
         arguments=tuple(refs),
         dtype=_dtype(refs),
     )
-    _check_causal(exported, lengths[0], vocabulary, dynamic=tokens is None)
-    return _Program(config, TensorFiles(refs, {str(path): archive.identity}, {}), exported, aliases)
-
-
-def _load_plain(samples: bytes) -> None:
-    """torch unpickles the sample inputs without limits where its safe way fails, so that has to work first."""
-    import io
-
-    import torch
-
-    try:
-        torch.load(io.BytesIO(samples), weights_only=True)
-    except Exception as err:
-        _refuse("pickle", f"its sample inputs must be unpickled: {err}"[:300], "that can run code")
+    _check_causal(exported, least, lengths[0], vocabulary)
+    return _Program(config, TensorFiles(refs, {config.file: archive.identity}, {}), exported, aliases)
 
 
 def _check_signature(exported: ExportedProgram) -> None:
@@ -273,14 +186,14 @@ def _check_signature(exported: ExportedProgram) -> None:
     signature = exported.run_decompositions({}).graph_signature
     changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
     if changed:
-        _refuse(
+        refuse(
             "memory",
             f"the program writes to {some(changed)}",
             "an opaque op has no memory: a step gets all tokens of a sequence",
             "export the module without a cache (use_cache=False)",
         )
     if len(signature.user_inputs) != 1 or len(signature.user_outputs) != 1:
-        _refuse(
+        refuse(
             "signature",
             f"the program has {len(signature.user_inputs)} inputs and {len(signature.user_outputs)} results",
             "an opaque op takes token ids and gives logits, and nothing else",
@@ -288,11 +201,11 @@ def _check_signature(exported: ExportedProgram) -> None:
         )
     tokens, logits = _value(exported, 0, inputs=True), _value(exported, 0, inputs=False)
     if tokens is None or len(tokens.shape) != 2 or tokens.dtype not in _integers():
-        _refuse("signature", f"the input is {_shown(tokens)}, not token ids [batch, tokens]")
+        refuse("signature", f"the input is {_shown(tokens)}, not token ids [batch, tokens]")
     if logits is None or len(logits.shape) != 3 or not logits.dtype.is_floating_point:
-        _refuse("signature", f"the result is {_shown(logits)}, not logits [batch, tokens, vocabulary]")
+        refuse("signature", f"the result is {_shown(logits)}, not logits [batch, tokens, vocabulary]")
     if isinstance(tokens.shape[0], int) and tokens.shape[0] != 1:
-        _refuse(
+        refuse(
             "signature",
             f"the program takes {tokens.shape[0]} sequences at once",
             "an opaque op runs one sequence at a time",
@@ -321,14 +234,14 @@ def _value(exported: ExportedProgram, index: int, *, inputs: bool) -> Any:
     return None
 
 
-def _token_range(exported: ExportedProgram) -> tuple[int | None, int | None]:
-    """The static number of tokens; or None and the largest number, where there is one."""
+def _token_range(exported: ExportedProgram) -> tuple[int, int | None]:
+    """The smallest and the largest number of tokens; None where there is no largest."""
     tokens = _value(exported, 0, inputs=True).shape[1]
     if isinstance(tokens, int):
         return tokens, tokens
     limits = exported.range_constraints.get(tokens.node.expr)
     if limits is None:
-        _refuse(
+        refuse(
             "length",
             f"the number of tokens is {tokens}, an expression",
             "programs are made for lengths of our choice",
@@ -336,17 +249,17 @@ def _token_range(exported: ExportedProgram) -> tuple[int | None, int | None]:
         )
     # No bound is torch's own infinity, or a number that stands for one.
     bounded = limits.upper.is_Integer and limits.upper < 1 << 30
-    return None, int(limits.upper) if bounded else None
+    return max(1, int(limits.lower)), int(limits.upper) if bounded else None
 
 
 def _vocabulary(exported: ExportedProgram) -> int:
     vocabulary = _value(exported, 0, inputs=False).shape[2]
     if not isinstance(vocabulary, int):
-        _refuse("signature", f"the vocabulary is {vocabulary}, not a fixed number")
+        refuse("signature", f"the vocabulary is {vocabulary}, not a fixed number")
     return int(vocabulary)
 
 
-def _weights(archive: _Archive, exported: ExportedProgram) -> tuple[dict[str, WeightRef], dict[str, tuple[str, ...]]]:
+def _weights(archive: Archive, exported: ExportedProgram) -> tuple[dict[str, WeightRef], dict[str, tuple[str, ...]]]:
     """The tensors that become arguments, and all names of each. The others become constants of the text."""
     refs: dict[str, WeightRef] = {}
     aliases: dict[str, list[str]] = {}
@@ -365,14 +278,14 @@ def _weights(archive: _Archive, exported: ExportedProgram) -> tuple[dict[str, We
         if name not in archive.weights:
             _check_constant(name, tensor)
     if not refs:
-        _refuse("weights", "the program has no weights of a dtype that plait reads", ", ".join(_ENCODINGS))
+        refuse("weights", "the program has no weights of a dtype that plait reads", ", ".join(_ENCODINGS))
     return refs, {name: tuple(names) for name, names in aliases.items()}
 
 
 _ENCODINGS: dict[str, Encoding] = {"torch.float32": "float32", "torch.float16": "float16", "torch.bfloat16": "bfloat16"}
 
 
-def _ref(archive: _Archive, name: str, item: dict[str, Any], tensor: torch.Tensor) -> WeightRef | None:
+def _ref(archive: Archive, name: str, item: dict[str, Any], tensor: torch.Tensor) -> WeightRef | None:
     encoding = _ENCODINGS.get(str(tensor.dtype))
     if encoding is None or not tensor.is_contiguous() or tensor.dim() == 0 or tensor.numel() == 0:
         return None
@@ -380,14 +293,14 @@ def _ref(archive: _Archive, name: str, item: dict[str, Any], tensor: torch.Tenso
     inside = int(item["tensor_meta"]["storage_offset"]["as_int"]) * tensor.element_size()
     nbytes = tensor.numel() * tensor.element_size()
     if inside + nbytes > length:
-        raise _damaged(archive.path, f"{name} takes {nbytes} bytes from {inside} on, its record has {length}")
+        raise damaged(archive.path, f"{name} takes {nbytes} bytes from {inside} on, its record has {length}")
     return WeightRef(name, str(archive.path), offset + inside, nbytes, encoding, tuple(tensor.shape))
 
 
 def _check_constant(name: str, tensor: Any) -> None:
     nbytes = tensor.numel() * tensor.element_size() if hasattr(tensor, "element_size") else 0
     if nbytes > MAX_CONSTANT_BYTES:
-        _refuse(
+        refuse(
             "constant",
             f"{name!r} is {tensor.dtype} {list(tensor.shape)}, and would have to stand in the program's text",
             f"contiguous parameters and buffers of {', '.join(_ENCODINGS.values())} are read from the file",
@@ -422,7 +335,7 @@ def _caller(exported: ExportedProgram) -> tuple[Any, Callable[..., Any]]:
     return module, call
 
 
-def _check_causal(exported: ExportedProgram, length: int, vocabulary: int, *, dynamic: bool) -> None:
+def _check_causal(exported: ExportedProgram, least: int, length: int, vocabulary: int) -> None:
     """Run it: what stands behind a token must not change the token's logits, since sequences are padded there.
 
     A sample, not a proof: random tokens, cut in the middle.
@@ -430,28 +343,32 @@ def _check_causal(exported: ExportedProgram, length: int, vocabulary: int, *, dy
     import torch
 
     module, call = _caller(exported)
-    length = min(length, 64) if dynamic else length
+    length = max(least, min(length, 64))
     cut = max(1, length // 2)
     whole = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     other = whole.clone()
     other[:, cut:] = (other[:, cut:] + 1) % vocabulary
-    samples = [other]
-    if dynamic and cut > 1:
-        samples.append(whole[:, :cut])
-    with torch.no_grad():
-        want = call(module, whole)[:, :cut].float()
-        limit = (1e-4 if _value(exported, 0, inputs=False).dtype == torch.float32 else 3e-2) * float(want.abs().max())
-        for sample in samples:
-            got = call(module, sample)[:, :cut].float()
-            worst = float((got - want).abs().max())
-            if not worst <= limit:  # NaN too
-                _refuse(
-                    "causal",
-                    f"the logits of a token depend on what stands behind it, by {worst:.3g}",
-                    f"{length} random tokens, the last {length - cut} of them changed or left out; "
-                    "sequences are padded at their end, and would get other logits",
-                    "export the module in eval mode, with its causal mask",
-                )
+    samples = [whole, other, *([whole[:, :cut]] if least <= cut < length else [])]
+    try:
+        with torch.no_grad():
+            want, *found = (call(module, sample)[:, :cut].float() for sample in samples)
+    except Exception as err:
+        refuse(
+            "run",
+            "the program does not run on random tokens",
+            f"{type(err).__name__}: {err}"[:300],
+            f"it says that its vocabulary has {vocabulary} tokens: does its table of embeddings?",
+        )
+    limit = (1e-4 if _value(exported, 0, inputs=False).dtype == torch.float32 else 3e-2) * float(want.abs().max())
+    worst = max(float((got - want).abs().max()) for got in found)
+    if not worst <= limit:  # NaN too
+        refuse(
+            "causal",
+            f"the logits of a token depend on what stands behind it, by {worst:.3g}",
+            f"{length} random tokens, the last {length - cut} of them changed or left out; "
+            "sequences are padded at their end, and would get other logits",
+            "export the module in eval mode, with its causal mask",
+        )
 
 
 def _written(found: _Program, length: int) -> tuple[str, int]:

@@ -15,10 +15,10 @@ from plait.spec import WeightRef
 
 MAX_RANK = 8
 MAX_DIM = 1 << 40
+"""More than any tensor or config has: beyond them a header is damaged, and products of dimensions stay harmless."""
 
 _KINDS = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
 """JSON's own names of what is no object."""
-"""More than any tensor or config has: beyond them a header is damaged, and products of dimensions stay harmless."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ has no ops for. torch and torch-mlir are imported when a text is asked for, not 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import tempfile
 import warnings
@@ -102,14 +103,17 @@ def _refused(what: str, told: Sequence[str]) -> UnsupportedError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings about torch's own insides, and no report of a failed pass left in the folder of temporary files."""
-    before = tempfile.tempdir
+    """No warnings about torch's own insides, no log of what is raised anyway, and no report of a failed pass left among
+    temporary files."""
+    before, silenced = tempfile.tempdir, logging.root.manager.disable
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         tempfile.tempdir = folder
+        logging.disable()
         try:
             yield
         finally:
+            logging.disable(silenced)
             tempfile.tempdir = before
 
 

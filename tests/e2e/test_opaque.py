@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,13 @@ def test_the_oracle_says_that_it_has_no_answer() -> None:
         oracle.step(batch)
 
 
+class Wide(Decoder):
+    """Its logits say more tokens than its table of embeddings has."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).repeat(1, 1, 9)
+
+
 class Future(Decoder):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -219,6 +228,7 @@ class Pooled(Decoder):
         (Future, "exported-causal"),
         (Counting, "exported-causal"),
         (Noisy, "exported-causal"),
+        (Wide, "exported-run"),
         (Two, "exported-signature"),
         (Pooled, "exported-signature"),
         (Remembering, "exported-memory"),
@@ -247,6 +257,13 @@ def test_a_module_without_a_bound_says_so(tmp_path: Path) -> None:
     assert config.lengths == (256, 1024) and "states no longest sequence, 1,024 tokens" in config.note
 
 
+def test_programs_are_no_shorter_than_the_module_allows(tmp_path: Path) -> None:
+    shapes = ({1: Dim("tokens", min=300, max=512)},)
+    made = torch.export.export(Decoder(), (torch.zeros(1, 400, dtype=torch.long),), dynamic_shapes=shapes)
+    save_program(made, tmp_path / "m.pt2")
+    assert read_program(tmp_path / "m.pt2")[0].lengths == (512,)
+
+
 def test_a_tied_table_is_one_weight(file: Path, decoder: nn.Module) -> None:
     config, tensors = read_program(file)
     assert isinstance(config, ProgramConfig)
@@ -260,36 +277,88 @@ def test_a_tied_table_is_one_weight(file: Path, decoder: nn.Module) -> None:
     assert list(op.flops.get_values()) == [products]
 
 
-def test_damaged_and_foreign_files_are_refused(file: Path, tmp_path: Path) -> None:
-    whole = file.read_bytes()
+def changed(source: Path, target: Path, record: str, change: Callable[[bytes], bytes | None]) -> Path:
+    """The file with one record of it changed, or without it."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            data = old.read(name) if not name.endswith(record) else change(old.read(name))
+            if data is not None:
+                new.writestr(name, data)
+    return target
+
+
+def test_damaged_files_are_refused(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    whole, config = file.read_bytes(), "model_weights_config.json"
     packed = tmp_path / "packed.pt2"
     with zipfile.ZipFile(file) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
         for name in source.namelist():
             target.writestr(name, source.read(name))
     for name, data in {"short": whole[: len(whole) // 2], "text": b"hello", "empty": b""}.items():
         (tmp_path / f"{name}.pt2").write_bytes(data)
-    for name in ("short", "text", "empty", "packed"):
+    changed(file, tmp_path / "list.pt2", config, lambda _: b'{"config": [1, 2]}')
+    changed(file, tmp_path / "keys.pt2", config, lambda text: text.replace(b"use_pickle", b"no_pickle"))
+    changed(file, tmp_path / "gone.pt2", "data/weights/weight_0", lambda _: None)
+    changed(file, tmp_path / "other.pt2", config, lambda text: text.replace(b'"as_int": 32}', b'"as_int": 16}'))
+    changed(file, tmp_path / "model.pt2", "models/model.json", lambda text: text[:-9])
+    for name in ("short", "text", "empty", "packed", "list", "keys", "gone", "other", "model"):
         with pytest.raises(CheckpointError) as caught:
             open_checkpoint(tmp_path / f"{name}.pt2")
-        assert caught.value.code == "exported-damaged"
+        assert caught.value.code == "exported-damaged", name
+    assert capfd.readouterr().err == "", "torch's log of it"
+
+
+#: What runs, and where it would stand in a program.
+BOMB = "__import__('os').system('touch {}')"
+SIZE, CALL = "\"Symbol('s", '"torch.ops.aten.sin.default"'
+CODE = {
+    "an expression": lambda text, to: re.sub(rf"{re.escape(SIZE)}[^\"]*\"", json.dumps(BOMB.format(to)), text),
+    "a guard": lambda text, to: text.replace('"guards_code": []', f'"guards_code": ["{BOMB.format(to)}"]'),
+    "a function": lambda text, to: text.replace(CALL, '"torch.os.system"'),
+    "a path": lambda text, to: text.replace(CALL, '"_operator.attrgetter"'),
+    "a name": lambda text, to: text.replace('"tokens"', json.dumps(f"tokens={BOMB.format(to)}")),
+}
+
+
+@pytest.mark.parametrize("what", CODE)
+def test_a_program_that_would_run_code_is_refused(what: str, file: Path, tmp_path: Path) -> None:
+    """torch evaluates expressions, calls whatever a path leads to, and writes names into functions."""
+
+    def change(data: bytes) -> bytes:
+        text = CODE[what](data.decode(), tmp_path / "ran")
+        assert text != data.decode()
+        return text.encode()
+
+    bad = changed(file, tmp_path / "bad.pt2", "models/model.json", change)
+    with pytest.raises(UnsupportedError) as caught:
+        open_checkpoint(bad)
+    assert caught.value.code == "exported-code" and not (tmp_path / "ran").exists()
 
 
 def test_what_would_be_unpickled_is_refused(file: Path, tmp_path: Path) -> None:
     """A pickle runs code as it is read: this one would leave a file."""
-    import pickle
 
     class Bomb:
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "ran",)
 
-    bad = tmp_path / "bad.pt2"
-    with zipfile.ZipFile(file) as source, zipfile.ZipFile(bad, "w") as target:
-        for name in source.namelist():
-            sample = name.endswith("sample_inputs/model.pt")
-            target.writestr(name, pickle.dumps(Bomb()) if sample else source.read(name))
+    bad = changed(file, tmp_path / "bad.pt2", "sample_inputs/model.pt", lambda _: pickle.dumps(Bomb()))
     with pytest.raises(UnsupportedError) as caught:
         open_checkpoint(bad)
     assert caught.value.code == "exported-pickle" and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("record", ["models/second.json", "data/aotinductor/model/m.so"])
+def test_more_than_one_program_is_refused(record: str, file: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.pt2"
+    bad.write_bytes(file.read_bytes())
+    with zipfile.ZipFile(bad, "a") as archive:
+        archive.writestr(f"{file.stem}/{record}", "{}")
+    with pytest.raises(UnsupportedError, match="exported-contents"):
+        open_checkpoint(bad)
+    with zipfile.ZipFile(bad, "a") as archive:
+        archive.writestr(f"other/{record}", "{}")
+    with pytest.raises(CheckpointError, match="two records of one name"):
+        open_checkpoint(bad)
 
 
 def test_cpu_has_no_lowering_and_says_where_to_go() -> None:
