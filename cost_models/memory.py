@@ -2,7 +2,7 @@
 
 - weights: the embedding on the first slice, norm and head on the last; a tensor that two slices use (a tied embedding)
   counts on both, one that two units of the same slice use counts once. Quantised ones count as they are stored where
-  the backend computes with them so (`KEEP_QUANTISED`), and in the model's dtype where it dequantises when it loads.
+  the device computes with them so (`keeps_quantised`), and in the model's dtype where they are dequantised on loading.
 - KV: per attention, whole pages: every token, or the ring of its window.
 - activations: the largest unit's results and the incoming boundary for a full step; reuse is not counted on.
 - logits: float32 scores, one row per request, on the last slice.
@@ -21,8 +21,11 @@ from plait.cost_models.profile import ModelProfile, UnitFacts
 from plait.cost_models.tables import Floats, slice_maxima, slice_sums
 from plait.spec import Device, MemoryEstimate, Workload
 
-KEEP_QUANTISED = ("cuda", "rocm")
-"""Backends that hold quantised weights as they are stored. Any other is taken to dequantise them: that is more."""
+
+def keeps_quantised(device: Device) -> bool:
+    """Whether quantised weights are held as they are stored: FP8, which is what checkpoints bring, by a GPU that
+    multiplies it. Any other device is taken to dequantise them: that is more."""
+    return device.backend in ("cuda", "rocm") and "fp8" in device.peak_flops_per_s
 
 
 def capacity_bytes(device: Device) -> int:
@@ -50,7 +53,7 @@ class MemoryModel:
 
     def weights_on(self, device: Device) -> Floats:
         """[start, end) -> bytes on a device."""
-        return self.weights if device.backend in KEEP_QUANTISED else self.weights + self.dequantised
+        return self.weights if keeps_quantised(device) else self.weights + self.dequantised
 
     @cached_property
     def kv(self) -> Floats:

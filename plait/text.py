@@ -17,7 +17,7 @@ from plait import artifact as artifacts
 from plait.backends.targets import is_emulated
 from plait.backends.weights import read_weights_json
 from plait.cost_models.host import memory_bytes
-from plait.cost_models.memory import KEEP_QUANTISED
+from plait.cost_models.memory import keeps_quantised
 from plait.errors import FitError, UsageError, did_you_mean
 from plait.frontend.tokenizer import Tokenizer
 from plait.ir.numbers import NUMPY
@@ -196,8 +196,14 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
     """
     if accelerators():
         return  # which slices they take is for the backends to say
+    devices = {device.id: device for device in artifact.plan.cluster.devices}
     parts = [
-        (planned, planned.memory.weights_bytes + planned.memory.kv_bytes + _dequantised_bytes(artifact, part))
+        (
+            planned,
+            planned.memory.weights_bytes
+            + planned.memory.kv_bytes
+            + (_dequantised_bytes(artifact, part) if keeps_quantised(devices[planned.devices[0]]) else 0),
+        )
         for planned, part in zip(artifact.plan.slices, artifact.manifest.slices, strict=True)
         if planned.memory is not None and (part.backend == "cpu" or is_emulated(part.runs_on))
     ]
@@ -218,9 +224,7 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
 
 
 def _dequantised_bytes(artifact: artifacts.Artifact, part: ManifestSlice) -> int:
-    """What a slice takes here beside what its device would take: the host dequantises weights."""
-    if part.backend not in KEEP_QUANTISED:
-        return 0
+    """What a slice takes here beside what a device that keeps weights quantised would take: the host does not."""
     refs = read_weights_json(artifact.folder / part.folder / "weights.json").values()
     stored = [ref for ref in refs if ref.scale is not None]
     wide = sum(prod(ref.shape) for ref in stored) * NUMPY[part.dtype].itemsize
