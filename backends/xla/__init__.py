@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from plait.ir.ops import OpaqueOp
 
 ARCHS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x")
-#: What a slice that is one opaque op has in its folder.
-OPAQUE_FILES = "opaque-*.stablehlo"
 DTYPES = ("float32", "bfloat16", "float16")
 #: Which attention programs for TPUs have, where nobody says.
 ATTENTION = "PLAIT_XLA_ATTENTION"
@@ -94,19 +92,22 @@ class XlaBackend:
         return CompiledSlice(files=built.files, report={**about, **built.report, **dequantised(module)})
 
     def load(self, folder: Path, device: str, options: LoadOptions) -> Executable:
-        from plait.backends.xla.executable import XlaSlice
         from plait.backends.xla.platform import emulated, prepare
+        from plait.ir.ops import OpaqueOp
 
         prepare(options.threads)
-        if any(folder.glob(OPAQUE_FILES)):
+        runs_on = label(device, emulated())
+        if f" = {OpaqueOp.name} " in (folder / "slice.mlir").read_text("utf-8"):
             from plait.backends.xla.opaque import OpaqueSlice
 
-            return OpaqueSlice(folder, label(device, emulated()), options)
-        return XlaSlice(folder, label(device, emulated()), options)
+            return OpaqueSlice(folder, runs_on, options)
+        from plait.backends.xla.executable import XlaSlice
+
+        return XlaSlice(folder, runs_on, options)
 
 
 def opaque_slice(op: OpaqueOp, arch: str) -> CompiledSlice:
-    """A slice that is one opaque op: its programs stand beside it, to be read, and XLA compiles them where they run."""
+    """A slice that is one opaque op: its programs stand in the op, and XLA compiles them where they run."""
     from plait.backends.xla.platform import prepare
 
     prepare(None)
@@ -114,9 +115,7 @@ def opaque_slice(op: OpaqueOp, arch: str) -> CompiledSlice:
 
     for text in op.texts:
         portable(text)  # refused now, not where it runs
-    programs = zip(op.token_lengths, op.texts, strict=True)
     return CompiledSlice(
-        files={OPAQUE_FILES.replace("*", str(length)): text.encode() for length, text in programs},
         report={
             "lowering": "StableHLO by torch-mlir, one program per length",
             "arch": arch,

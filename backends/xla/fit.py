@@ -15,6 +15,9 @@ from plait.backends.xla.record import name_of
 from plait.backends.xla.split import Split
 from plait.errors import FitError
 
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT])\b")
+
 _HINT = "use fewer blocks in this slice, a larger group, shorter contexts or fewer requests at once"
 
 
@@ -48,20 +51,15 @@ def device_bytes(program: Program, shape: Shape, pages: Mapping[str, int]) -> tu
 
 
 def too_large(chip: Chip, arch: str, message: str) -> FitError:
-    """XLA's RESOURCE_EXHAUSTED in our words."""
-    sizes = [float(size) * {"K": 1 / GIB * 1024, "M": 1 / 1024, "G": 1.0}[unit] for size, unit in _sizes(message)]
-    needed = int(max(sizes, default=0.0) * GIB)
+    """XLA's RESOURCE_EXHAUSTED in our words. A row only where it is the device's memory that is too small."""
+    needed = max((int(float(size) * _UNITS[unit]) for size, unit in _SIZE.findall(message)), default=0)
     line = next((line.strip() for line in message.splitlines() if "memory" in line.lower()), message[:200])
     return FitError(
-        f"a program of the slice does not fit {arch}: XLA finds no room for it in {_gib(chip.hbm_bytes)} GiB",
+        f"a program of the slice does not fit {arch}: XLA finds no room for it",
         why=line.partition("RESOURCE_EXHAUSTED: ")[2] or line,
         hint=_HINT,
-        rows=(_row(chip, needed),),
+        rows=(_row(chip, needed),) if needed > chip.hbm_bytes else (),
     )
-
-
-def _sizes(message: str) -> list[tuple[str, str]]:
-    return re.findall(r"([\d.]+)([KMG])\b", message)
 
 
 def _row(chip: Chip, needed: int) -> dict[str, int | str]:

@@ -17,7 +17,7 @@ from plait.words import bytes_text, count_text, rate_text, seconds_text
 Report = Mapping[str, Any]
 
 #: What code is called in a slice's folder.
-SUFFIXES = (".cubin", ".hsaco", ".tpu", ".stablehlo")
+SUFFIXES = (".cubin", ".hsaco", ".tpu")
 
 
 @dataclass(frozen=True)

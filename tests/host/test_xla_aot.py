@@ -191,14 +191,21 @@ def test_the_memory_of_every_chip_is_what_libtpu_says() -> None:
     assert said == {(arch, size): (size, chip.hbm_gib) for arch, chip in CHIPS.items() for size in GROUP_SIZES}
 
 
-def test_what_xla_finds_too_large_is_said_in_our_words() -> None:
-    said = (
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (320.00G) exceeds "
-        "available HBM (15.75G)."
-    )
-    error = too_large(CHIPS["tpu-v5e"], "tpu-v5e", said)
-    assert error.rows[0]["needed"] == 320 * GIB
-    assert "320.00G" in error.why and "RESOURCE_EXHAUSTED" not in str(error)
+@pytest.mark.parametrize(
+    ("said", "needed"),
+    [
+        (
+            "Ran out of memory on HBM, the total memory for temporaries (320.00G) exceeds available HBM (15.75G).",
+            320 * GIB,
+        ),
+        ("Ran out of memory in memory space hbm. Used 1.5T of 15.75G hbm. Exceeded hbm capacity.", 1536 * GIB),
+        ("Ran out of memory in memory space vmem. Used 160.00M of 128.00M vmem.", None),
+    ],
+)
+def test_what_xla_finds_too_large_is_said_in_our_words(said: str, needed: int | None) -> None:
+    error = too_large(CHIPS["tpu-v5e"], "tpu-v5e", f"RESOURCE_EXHAUSTED: {said}")
+    assert error.why == said and "RESOURCE_EXHAUSTED" not in str(error)
+    assert [row["needed"] for row in error.rows] == ([] if needed is None else [needed])
 
 
 def test_the_bandwidth_of_a_chip_is_the_catalogues() -> None:
