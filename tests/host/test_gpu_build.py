@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -332,10 +334,47 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("PLAIT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "plait" / "kernels"
-    (tmp_path / "file").write_text("")
+
+
+@pytest.mark.parametrize("code", ["cache-unreadable", "cache-unwritable"])
+def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path, code: str, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "here"
+    if code == "cache-unreadable":
+        folder.write_text("a file")
+    else:
+        folder.symlink_to(tmp_path / "nowhere" / "else")
+    jobs = [Job(SCALE, scaled(block), "sm_90a") for block in (64, 128)]
     with pytest.raises(UserError) as error:
-        Cache(tmp_path / "file").put("aa", b"")
-    assert error.value.code == "cache-unwritable"
+        compile_many(jobs, cache=Cache(folder), workers=1)
+    assert error.value.code == code and str(folder) in error.value.what
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_interrupted_stops_at_once_and_leaves_whole_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Recorded(subprocess.Popen[bytes]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    jobs = [Job(SCALE, scaled(block), "sm_90a") for block in (64, 128, 256, 512)]
+    cache = Cache(tmp_path / "cache")
+    with pytest.raises(KeyboardInterrupt):
+        compile_many(jobs, cache=cache, workers=2, progress=interrupt)
+    kept = [job for job in jobs if cache.get(job.key) is not None]
+    assert 1 <= len(kept) <= 2  # one of each process, at most
+    assert len([path for path in cache.folder.rglob("*") if path.is_file()]) == len(kept)
+    assert all(process.returncode is not None for process in started) and list(temporary.iterdir()) == []
 
 
 # ---- What goes wrong ----

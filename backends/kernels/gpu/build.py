@@ -2,12 +2,13 @@
 
 Triton works in processes of its own (`worker`), which this process starts with a clean environment and feeds: they use
 every core, a crash of a compiler is an error and not the end of us, and nothing that is set outside (TRITON_...)
-changes the code. Results come back through the cache, so a second compile starts no process and needs no Triton import.
-The same input gives the same bytes, in any process and any folder.
+changes the code. Results go into the cache, so a second compile starts no process and needs no Triton import. The same
+input gives the same bytes, in any process and any folder.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import hashlib
@@ -17,10 +18,11 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -116,6 +118,7 @@ def compile_variant(kernel: Kernel, variant: Variant, arch: str, cache: Cache | 
         MissingDependencyError: `triton-missing`.
         UnsupportedError: `arch-unknown`.
         BuildError: `kernel-compile`, `compiler-died`.
+        UserError: `cache-unwritable`, `cache-unreadable`.
     """
     (outcome,) = compile_many([Job(kernel, variant, arch)], cache=cache)
     if isinstance(outcome, BuildError):
@@ -157,36 +160,49 @@ def unpack(payload: bytes) -> Binary:
 def _make(
     missing: Mapping[str, Job], cache: Cache, workers: int, progress: Progress | None
 ) -> dict[str, Binary | BuildError]:
+    """Compile and keep. What ends it early (Ctrl-C, a full disk) ends the processes, and leaves nothing but whole
+    entries."""
     waiting: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
     for item in missing.items():
         waiting.put(item)
     made: dict[str, Binary | BuildError] = {}
     lock = threading.Lock()
 
-    def serve() -> None:
-        with _Worker(cache) as worker:
+    def serve(worker: _Worker) -> None:
+        with worker:
             while True:
                 try:
                     key, job = waiting.get_nowait()
                 except queue.Empty:
                     return
-                outcome = worker.make(key, job)
+                outcome = worker.make(job)
+                if isinstance(outcome, Binary):
+                    cache.put(key, pack(outcome))
                 with lock:
                     made[key] = outcome
                     if progress:
                         progress(len(made), len(missing), job.label)
 
-    with ThreadPoolExecutor(workers) as pool:
-        for served in [pool.submit(serve) for _ in range(workers)]:
-            served.result()
+    with tempfile.TemporaryDirectory(prefix="plait-") as scratch, ThreadPoolExecutor(workers) as pool:
+        working = [_Worker(Path(scratch)) for _ in range(workers)]
+        try:
+            for served in as_completed([pool.submit(serve, worker) for worker in working]):
+                served.result()
+        except BaseException:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    waiting.get_nowait()
+            for worker in working:
+                worker.kill()
+            raise
     return made
 
 
 class _Worker:
     """A process that runs `plait.backends.kernels.gpu.worker`. Started when first needed, and again if it died."""
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
         self._popen: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -195,32 +211,38 @@ class _Worker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
 
-    def make(self, key: str, job: Job) -> Binary | BuildError:
+    def make(self, job: Job) -> Binary | BuildError:
         popen = self._popen = self._popen or self._start()
         assert popen.stdin is not None and popen.stdout is not None
         try:
-            popen.stdin.write(json.dumps({"key": key, **_plain(job)}).encode() + b"\n")
+            popen.stdin.write(json.dumps(_plain(job)).encode() + b"\n")
             popen.stdin.flush()
         except BrokenPipeError:
             pass
         answer = popen.stdout.readline()
-        if not answer:
+        if not answer.endswith(b"\n"):
             return self._died(job)
-        if error := json.loads(answer)["error"]:
-            return BuildError(**error)
-        payload = self._cache.get(key)
-        assert payload is not None, "the worker wrote it a moment ago"
-        return unpack(payload)
+        fields = json.loads(answer)
+        return BuildError(**fields["error"]) if fields["error"] else unpack(base64.b64decode(fields["made"]))
+
+    def kill(self) -> None:
+        """At once, with what it has started (ptxas)."""
+        popen = self._popen
+        if popen is not None and popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        environment["TMPDIR"] = str(self._scratch)
         try:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "plait.backends.kernels.gpu.worker", str(self._cache.folder)],
+                [sys.executable, "-P", "-m", "plait.backends.kernels.gpu.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
+                process_group=0,  # Ctrl-C is for us: we end it
             )
         except OSError as error:
             raise system_error(error) or error from error

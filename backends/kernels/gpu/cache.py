@@ -35,12 +35,18 @@ class Cache:
     limit_bytes: int = DEFAULT_LIMIT_BYTES
 
     def get(self, key: str) -> bytes | None:
-        """The entry, or None. Reading it counts as use."""
+        """The entry, or None. Reading it counts as use.
+
+        Raises:
+            UserError: `cache-unreadable`.
+        """
         path = self._path(key)
         try:
             whole = path.read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise self._refused("unreadable", "read from", error) from error
         digest, payload = whole[:_DIGEST_BYTES], whole[_DIGEST_BYTES:]
         if hashlib.sha256(payload).digest() != digest:
             self._drop(path)
@@ -67,12 +73,7 @@ class Cache:
                     Path(file.name).unlink(missing_ok=True)
                     raise
         except OSError as error:
-            raise UserError(
-                "cache-unwritable",
-                f"compiled kernels cannot be kept in {self.folder}",
-                why=str(error),
-                hint="set PLAIT_CACHE to a folder with room that you can write to",
-            ) from error
+            raise self._refused("unwritable", "kept in", error) from error
 
     def trim(self) -> None:
         """Delete what was used longest ago, until the folder is within its bound."""
@@ -89,6 +90,14 @@ class Cache:
                 return
             self._drop(path)
             total -= size
+
+    def _refused(self, how: str, what: str, error: OSError) -> UserError:
+        return UserError(
+            f"cache-{how}",
+            f"compiled kernels cannot be {what} {self.folder}",
+            why=str(error),
+            hint="set PLAIT_CACHE to a folder of yours with room",
+        )
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / key[2:]

@@ -1,23 +1,22 @@
-"""The process that compiles: `python -m plait.backends.kernels.gpu.worker CACHE`.
+"""The process that compiles: `python -m plait.backends.kernels.gpu.worker`.
 
-It reads a job a line from its standard input (`build.job_from`, with the cache's key), puts the result into the cache,
-and answers a line: `{"error": null}`, or the fields of a `BuildError`.
+It reads a job a line from its standard input (`build.job_from`) and answers a line: `made`, a packed `Binary` in
+base64, and `error`, the fields of a `BuildError`; one of them is null.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import sys
 import tempfile
 import zlib
-from pathlib import Path
 from typing import Any
 
 from plait.backends.kernels.gpu import facts, loader
 from plait.backends.kernels.gpu.archs import ARCHS, Arch
 from plait.backends.kernels.gpu.build import Binary, BuildError, Job, job_from, pack
-from plait.backends.kernels.gpu.cache import Cache
 from plait.backends.kernels.gpu.kernel import Kernel, Variant
 
 
@@ -96,17 +95,15 @@ def _wrong(job: Job, why: str) -> BuildError:
 
 def main() -> None:
     """Serve until the input ends."""
-    cache = Cache(Path(sys.argv[1]))
     for line in sys.stdin:
-        plain = json.loads(line)
-        key = plain.pop("key")
+        made: str | None = None
         error: dict[str, str] | None = None
         try:
             with contextlib.redirect_stdout(sys.stderr):  # Triton prints what ptxas said
-                cache.put(key, pack(make(job_from(plain))))
+                made = base64.b64encode(pack(make(job_from(json.loads(line))))).decode()
         except BuildError as wrong:
             error = {"code": wrong.code, "what": wrong.what, "why": wrong.why, "hint": wrong.hint}
-        print(json.dumps({"error": error}), flush=True)
+        print(json.dumps({"made": made, "error": error}), flush=True)
 
 
 if __name__ == "__main__":
