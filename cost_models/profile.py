@@ -20,6 +20,9 @@ from plait.ir.quant import held_dtype
 from plait.ir.types import QuantType, dtype_bytes, dtype_name, tensor_bytes
 from plait.spec import ring_pages
 
+#: Of one element; what is computed in has more.
+FP8_BYTES = 1
+
 
 @dataclass(frozen=True, eq=False)
 class OpFacts:
@@ -41,6 +44,10 @@ class KVFacts:
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype_bytes == FP8_BYTES
 
     def pages(self, tokens: int, page_tokens: int, max_step_tokens: int) -> int:
         """Pages one request of `tokens` tokens holds: all of them, or the ring of a window."""
@@ -144,7 +151,7 @@ def _dtype(scores: LogitsOp | OpaqueOp) -> str:
 
 
 def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProfile:
-    """The same model in another dtype, for memory questions only: sizes change by `ratio`, costs do not."""
+    """The same model in another dtype, for memory questions only: sizes change by `ratio`, costs and FP8 KV do not."""
     shared: dict[UnitFacts, UnitFacts] = {}
 
     def scaled(unit: Unit) -> Unit:
@@ -152,7 +159,9 @@ def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProf
         if facts is None:
             facts = shared[unit.facts] = replace(
                 unit.facts,
-                kv=tuple(replace(kv, dtype_bytes=int(kv.dtype_bytes * ratio)) for kv in unit.facts.kv),
+                kv=tuple(
+                    kv if kv.is_fp8 else replace(kv, dtype_bytes=int(kv.dtype_bytes * ratio)) for kv in unit.facts.kv
+                ),
                 activation_bytes_per_token=int(unit.facts.activation_bytes_per_token * ratio),
             )
         # What is quantised stays as it is stored; where it is dequantised, that changes.
@@ -171,6 +180,20 @@ def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProf
         head=scaled(model.head),
         boundary_bytes_per_token=tuple(int(size * ratio) for size in model.boundary_bytes_per_token),
     )
+
+
+def with_fp8_kv(model: ModelProfile) -> ModelProfile:
+    """The same model with KV in FP8, for memory questions only: costs do not change."""
+    shared: dict[UnitFacts, UnitFacts] = {}
+
+    def stored(unit: Unit) -> Unit:
+        if unit.facts not in shared:
+            shared[unit.facts] = replace(
+                unit.facts, kv=tuple(replace(kv, dtype_bytes=FP8_BYTES) for kv in unit.facts.kv)
+            )
+        return replace(unit, facts=shared[unit.facts])
+
+    return replace(model, blocks=tuple(stored(unit) for unit in model.blocks))
 
 
 def _numbered(module: ModuleOp, count: int) -> Iterator[tuple[PlaitOp, int]]:

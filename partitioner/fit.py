@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from plait.cost_models.memory import MemoryModel, capacity_bytes
-from plait.cost_models.profile import at_element_bytes
+from plait.cost_models.profile import at_element_bytes, with_fp8_kv
 from plait.errors import FitError, PlanError
 from plait.partitioner.predict import Stage
 from plait.partitioner.problem import Problem, nobody_holds
@@ -109,6 +109,9 @@ def _would_fit(problem: Problem) -> Iterator[str]:
         name, ratio = half
         if fits(replace(problem, profile=at_element_bytes(problem.profile, ratio, name), capabilities={})):
             yield f"dtype {name}"
+    wide = not any(kv.is_fp8 for unit in problem.profile.blocks for kv in unit.facts.kv)
+    if wide and fits(replace(problem, profile=with_fp8_kv(problem.profile))):
+        yield "kv_dtype fp8"
     for kind in {device.name: device for device in problem.devices}.values():
         more = _how_many_more(problem, kind)
         if more:

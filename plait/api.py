@@ -33,6 +33,9 @@ Model: TypeAlias = "StrPath | ExportedProgram"
 #: A plan counts what every request at once costs.
 MOST_REQUESTS = 1_000_000
 
+#: What `kv_dtype` may be, and the FP8 that it means: the one that every backend has.
+KV_DTYPES = {"fp8": "e4m3fn", "e4m3fn": "e4m3fn"}
+
 #: A plan over 4,096 devices has 5 MB. What is larger is weights, given by mistake.
 _MOST_PLAN_BYTES = 1 << 26
 Targets = str | Target | Sequence[str | Target]
@@ -49,6 +52,7 @@ class Request:
     workload_asked: bool
     objective: Objective
     dtype: str | None
+    kv_dtype: str | None
     layers: tuple[int, ...] | None
     pins: dict[str, str]
     forbidden_cuts: tuple[int, ...]
@@ -67,6 +71,7 @@ def request(
     concurrency: int | None = None,
     objective: Objective | None = None,
     dtype: str | None = None,
+    kv_dtype: str | None = None,
     layers: Sequence[int] | None = None,
     pins: Mapping[str, str] | None = None,
     forbidden_cuts: Iterable[int] = (),
@@ -82,6 +87,8 @@ def request(
         workload: a name (`chat`, `single`, ...) or a `Workload`; `context` and `concurrency` override parts of it.
         objective: throughput (default), latency or capacity.
         dtype: compute dtype; defaults to the checkpoint's.
+        kv_dtype: what K and V are stored in: `fp8` (e4m3fn, rounded and without a scale), which takes half the memory
+            of 16 bits; defaults to the compute dtype.
         layers: exact number of blocks per device, in the order of the devices.
         pins: unit (`block.3`, `embed`, `head`) -> device id that must hold it.
         forbidden_cuts: block numbers before which there must be no cut.
@@ -113,6 +120,9 @@ def request(
             )
         if dtype is not None and dtype != given.dtype:
             raise UsageError("plan-clash", f"dtype {dtype} was asked for, the plan says {given.dtype}")
+        if kv_dtype is not None and _kv_dtype(kv_dtype) != _kv_dtype(given.kv_dtype):
+            said = given.kv_dtype or given.dtype
+            raise UsageError("plan-clash", f"KV in {kv_dtype} was asked for, the plan says {said}")
     if objective is not None and objective not in get_args(Objective):
         known = get_args(Objective)
         raise UsageError(
@@ -129,11 +139,23 @@ def request(
         workload_asked=given is not None or workload is not None or context is not None,
         objective=given.objective if given is not None else objective or "throughput",
         dtype=given.dtype if given is not None else dtype,
+        kv_dtype=_kv_dtype(given.kv_dtype if given is not None else kv_dtype),
         layers=None if layers is None else tuple(layers),
         pins=dict((pins if given is None else given.pins) or {}),
         forbidden_cuts=cuts if given is None else given.forbidden_cuts,
         plan=given,
     )
+
+
+def _kv_dtype(asked: str | None) -> str | None:
+    if asked is not None and asked not in KV_DTYPES:
+        raise UsageError(
+            "kv-dtype",
+            f"KV cannot be stored in {asked!r}",
+            why="known: fp8; without it KV is stored in the dtype that is computed in",
+            hint=did_you_mean(asked, KV_DTYPES),
+        )
+    return None if asked is None else KV_DTYPES[asked]
 
 
 def _read_plan(path: Path) -> Plan:
@@ -222,6 +244,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     from plait.frontend.checkpoint import open_checkpoint
     from plait.frontend.exported import ProgramConfig
     from plait.frontend.lower import lower
+    from plait.ir.kv import store_kv
     from plait.partitioner import Problem, evaluate, solve
     from plait.pull import pulled
 
@@ -234,6 +257,8 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     check_backends = check_backends or program is not None  # most of them refuse it
     progress("lower", 0, 1)
     module = lower(checkpoint, asked.dtype, read=check_backends)
+    if asked.kv_dtype is not None:
+        store_kv(module, asked.kv_dtype)
     progress("plan", 0, 1)
     problem = Problem(
         profile=replace(profile(module, checkpoint.max_positions), model=checkpoint.name),
@@ -247,7 +272,8 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         capabilities=_capabilities(asked.cluster, module) if check_backends else {},
     )
     plan = solve(problem) if asked.plan is None else evaluate(problem, asked.plan)
-    return Planned(checkpoint, module, replace(plan, notes=(program.note,) if program else None))
+    notes = (program.note,) if program else None
+    return Planned(checkpoint, module, replace(plan, notes=notes, kv_dtype=asked.kv_dtype))
 
 
 def _capabilities(cluster: Cluster, module: ModuleOp) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """`notes`: what a user should know of the model beside all that."""
+    """`notes`: what a user should know of the model beside all that; `kv_dtype`: what K and V are stored in where that
+    is not `dtype`."""
 
     model: str
     blocks: int
@@ -70,4 +71,5 @@ class Plan:
     prediction: Prediction | None = None
     cause: Cause | None = None
     notes: tuple[str, ...] | None = None
+    kv_dtype: str | None = None
     schema: int = 1

@@ -12,10 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from plait.backends.weights import DTYPES, read_weight
+from plait.backends.weights import read_weight
 from plait.backends.xla.buckets import Shape
 from plait.backends.xla.program import Pool, Program, Weight
 from plait.backends.xla.split import AXIS, Split
+from plait.ir.numbers import NUMPY
 from plait.spec import WeightRef
 
 _ALIGNMENT = 64
@@ -82,7 +83,7 @@ POOL_SPEC = spec(None, AXIS)
 
 def held_dtype(dtype: str, wide: bool) -> np.dtype[Any]:
     """What a program holds values of a dtype in: XLA's CPU backend emulates 16-bit products, several times slower."""
-    return np.dtype(np.float32) if wide else DTYPES[dtype]
+    return np.dtype(np.float32) if wide else NUMPY[dtype]
 
 
 def arguments(program: Program, shape: Shape, pages: Mapping[str, int], wide: bool) -> tuple[Any, ...]:

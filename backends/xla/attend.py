@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from plait.ir.numbers import NUMPY
+from plait.ir.types import CODE_MAX
 from plait.spec import kv_class
 
 if TYPE_CHECKING:
@@ -23,12 +25,13 @@ _LOWEST = -3e38
 
 @dataclass(frozen=True)
 class Heads:
-    """The attributes of one attention; None means off."""
+    """The attributes of one attention; None means off. `code` is the FP8 that K and V are rounded to."""
 
     head_dim: int
     scale: float
     window: int | None
     softcap: float | None
+    code: str | None
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,22 @@ def append_and_attend(
 
     name = kv_class(heads.window)
     slots = layer_slots(facts, name, layer, pool)
-    pool = pool.at[slots].set(jnp.concatenate((k, v), axis=1).astype(pool.dtype), mode="drop")
+    pool = pool.at[slots].set(_stored(jnp.concatenate((k, v), axis=1), heads.code).astype(pool.dtype), mode="drop")
     visible, alive = facts.masks[heads.window]
     rows = pool.reshape(-1, facts.page_tokens, pool.shape[1])
-    rows = rows.at[facts.pages[name] + layer * facts.pool_pages[name]].get(mode="clip")
+    rows = rows.at[facts.pages[name] + layer * facts.pool_pages[name]].get(mode="clip").astype(q.dtype)
     keys, values = jnp.split(rows.reshape(*alive.shape, -1), 2, axis=2)
     # What nobody sees may be infinite, and 0 * inf is not 0.
     values = jnp.where(alive[:, :, None], values, 0)
     attend = _attend_one if visible.shape[1] == 1 else _attend_many
     return pool, attend(heads, q, keys, values, visible, sink, dtype).reshape(q.shape)
+
+
+def _stored(rows: Array, code: str | None) -> Array:
+    """Rounded as `plait.ir.numbers.saturate` does."""
+    import jax.numpy as jnp
+
+    return rows if code is None else jnp.clip(rows, -CODE_MAX[code], CODE_MAX[code]).astype(NUMPY[code])
 
 
 def layer_slots(facts: Facts, name: str, layer: Array | int, pool: Array) -> Array:

@@ -46,6 +46,7 @@ from plait.ir.ops import (
     WeightOp,
 )
 from plait.ir.rope import Rope
+from plait.ir.types import dtype_name
 
 if TYPE_CHECKING:
     from jax import Array
@@ -233,14 +234,15 @@ def _rope(op: RopeOp) -> tuple[Trace, ...]:
 @LOWERING.emits(AttentionOp, "heads", "scale", "window", "softcap", "sinks")
 def _attention(op: AttentionOp) -> tuple[Trace, ...]:
     dtype = operand_dtype(op, op.q)
-    if attribute_dtype(op, op.cache.dtype) != dtype:
-        raise refuse(op, "KV dtype", op.cache.dtype, f"q is {dtype}, and this lowering attends in one dtype")
+    if not op.cache.is_fp8 and attribute_dtype(op, op.cache.dtype) != dtype:
+        raise refuse(op, "KV dtype", op.cache.dtype, f"q is {dtype}; KV is stored in the same dtype or in FP8")
     sinks = () if op.sinks is None else (weight_name(op, op.sinks),)
     heads = Heads(
         head_dim=op.head_dim,
         scale=op.scale.value.data,
         window=op.window_tokens,
         softcap=None if op.softcap is None else op.softcap.value.data,
+        code=dtype_name(op.cache.dtype) if op.cache.is_fp8 else None,
     )
     kv = op.kv
 

@@ -32,6 +32,7 @@ from plait.backends.xla.loaded import find
 from plait.backends.xla.program import COMPILER_OPTIONS, Program
 from plait.backends.xla.split import split_module
 from plait.ir import kv_layouts, read_module
+from plait.ir.numbers import NUMPY
 from plait.ir.rope import angles
 from plait.spec import Boundary, KVLayout
 
@@ -84,7 +85,7 @@ class XlaSlice:
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         layout = self.kv_layouts[layer]
-        rows = np.asarray(self._kv[self._place[layer][0]][self._rows(layer, pages)]).astype(DTYPES[layout.dtype])
+        rows = np.asarray(self._kv[self._place[layer][0]][self._rows(layer, pages)]).astype(NUMPY[layout.dtype])
         shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
         k, v = (np.ascontiguousarray(side.reshape(shape)) for side in pool_sides(self._program, rows, layout.kv_heads))
         return k, v

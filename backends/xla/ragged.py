@@ -70,6 +70,8 @@ def check(op: PlaitOp, split: Split) -> None:
     held = split.kv_heads(op.kv_heads) // split.chips
     if op.head_dim % LANES:
         raise refuse(op, "head_dim", op.head_dim, f"Pallas attention takes multiples of {LANES}")
+    if op.cache.is_fp8:
+        raise refuse(op, "KV dtype", op.cache.dtype, "Pallas attention stores KV in the dtype of q")
     if op.sinks is not None:
         raise refuse(op, "sinks", op.sinks.type, "Pallas attention has none")
     if held not in (1, 2, 4) and held % 8:

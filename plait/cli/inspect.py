@@ -186,13 +186,14 @@ def config_text(value: Any) -> str:
 
 
 def _artifact(screen: Screen, path: Path, part: int | None, *, why: bool) -> None:
-    from plait.cli.tables import facts, memory_table, table
+    from plait.cli.tables import facts, kv_text, memory_table, table
 
     found, plan = artifact_facts(path)
     chosen = _chosen(found["slices"], part, path)
     weights = found["weights"]
     lines = [
         ("model", f"{found['model']} ({found['family']}), {found['dtype']}"),
+        ("KV", kv_text(plan.kv_dtype)),
         ("written by", f"plait {found['plait_version']}, format {found['format_version']}"),
         ("files", f"{len(found['files'])}, {bytes_text(found['bytes'])}, every digest right"),
         ("weights", f"{weights['where']}: {weights['state']}"),

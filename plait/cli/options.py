@@ -67,6 +67,10 @@ class PlanOptions:
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="Compute in float32, bfloat16 or float16; default: the model's."),
     ] = None
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option("--kv-dtype", metavar="DTYPE", help="Store K and V in fp8; default: what is computed in."),
+    ] = None
     layers: Annotated[
         str | None,
         typer.Option("--layers", metavar="N,N", help="Exactly so many blocks per device, in the order of the devices."),

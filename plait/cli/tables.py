@@ -85,6 +85,7 @@ def request_facts(asked: Request, output: str | None) -> Table:
             ("workload", ", ".join([f"{work.name}: {workload_text(work)}", *limits])),
             ("objective", asked.objective),
             ("dtype", asked.dtype or "the checkpoint's"),
+            ("KV", kv_text(asked.kv_dtype)),
             ("layers", ", ".join(map(str, asked.layers or ()))),
             ("pins", ", ".join(f"{unit} on {device}" for unit, device in asked.pins.items())),
             ("no cut before", ", ".join(f"block {cut}" for cut in asked.forbidden_cuts)),
@@ -93,6 +94,11 @@ def request_facts(asked: Request, output: str | None) -> Table:
         ],
         title="resolved arguments",
     )
+
+
+def kv_text(kv_dtype: str | None) -> str:
+    """`fp8 (e4m3fn)`; empty where KV is stored in what is computed in."""
+    return "" if kv_dtype is None else f"fp8 ({kv_dtype})"
 
 
 def workload_text(work: Workload) -> str:
@@ -116,10 +122,11 @@ def plan_tables(plan: Plan, runs_on: Sequence[str] | None, width: int, *, verbos
         rows.append([*cells, runs_on[index] if runs_on else "", cause])
     hidden = {name for name, hide in (("runs on", not runs_on), (COLUMNS[-1], not wide)) if hide}
     keep = [i for i, name in enumerate(columns) if name not in hidden]
+    dtypes = ", KV in ".join(filter(None, (plan.dtype, kv_text(plan.kv_dtype))))
     yield table(
         [columns[i] for i in keep],
         [[row[i] for i in keep] for row in rows],
-        title=f"plan of {plan.model}: {plan.blocks} layers in {plan.dtype}, for {workload_text(plan.workload)}",
+        title=f"plan of {plan.model}: {plan.blocks} layers in {dtypes}, for {workload_text(plan.workload)}",
     )
     if verbose or not wide:
         causes = ((f"slice {i}", cause_text(item.cause, verbose)) for i, item in enumerate(plan.slices))

@@ -201,7 +201,7 @@ def test_hints_for_what_would_fit() -> None:
     with pytest.raises(FitError) as caught:
         solve(Problem(model, cluster(device("a", 100_000)), Workload("w", 500, 500, 8), max_step_tokens=1))
     # 63 pages of 16 tokens of 8 bytes in each of 4 blocks are 32,256 bytes per request; a block with all 8 is 65,512
-    assert caught.value.hint == "a context of 368 tokens per request; 2 requests at a time; 3 more a"
+    assert caught.value.hint == "a context of 368 tokens per request; 2 requests at a time; kv_dtype fp8; 3 more a"
     with pytest.raises(FitError, match="dtype bfloat16"):
         solve(Problem(model, cluster(device("a", 3000)), ONE, max_step_tokens=1))
     with pytest.raises(FitError) as caught:
