@@ -187,3 +187,16 @@ def test_compiling_still_works_after_interpreting() -> None:
     run(SCALE, variant(SCALE, {"x": "fp32", "out": "fp32"}), {"x": x, "out": out}, {"rows": 64, "factor": 2.0})
     assert before == (dict(vars(tl)), dict(vars(tl.tensor)), dict(vars(tl.core)))
     assert isinstance(loader.load(SCALE.source), JITFunction)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("i32", 2**31 - 1), ("i8", 127)])
+def test_whole_numbers_that_wrap_around_are_faults(kind: str, most: int) -> None:
+    """As an offset beyond 2^31 would."""
+    of, dtype = variant(ADD, dict.fromkeys(("x", "y", "out"), kind)), NUMPY_TYPES[kind]
+    x, out = np.array([most - 3, -most], dtype), np.zeros(2, dtype)
+    run(ADD, of, {"x": x, "y": np.array([3, -1], dtype), "out": out}, {"rows": 2})
+    assert out.tolist() == [most, -most - 1]
+    for y in ([4, 0], [0, -2]):
+        with pytest.raises(KernelError) as fault:
+            run(ADD, of, {"x": x, "y": np.array(y, dtype), "out": out}, {"rows": 2})
+        assert "overflow" in fault.value.why

@@ -41,6 +41,9 @@ NUMPY_TYPES: Mapping[str, np.dtype[Any]] = {
     "i64": np.dtype(np.int64),
 }
 
+#: What may overflow.
+_EXACT: dict[str, np.ufunc] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
 #: The interpreter's builder, its patches of `triton.language` and the place of the grid are global to the process.
 _LOCK = threading.RLock()
 
@@ -294,7 +297,17 @@ def _repair(own: Any, tl: Any) -> Any:
             product = np.matmul(a.data.astype(wide), b.data.astype(wide)) + d.data
             return handle(product.astype(d.data.dtype), d.dtype.scalar)
 
+    class Semantic(own.TritonSemantic):  # type: ignore[misc]
+        def binary_op_sanitize_overflow_impl(self, lhs: Any, rhs: Any, binary_op: Any) -> None:
+            """No 32-bit sum or product wraps around. Triton's own check is slow, and says nothing outside of debugging."""
+            kind = lhs.type.scalar
+            if kind.int_bitwidth < 64:
+                a, b = (side.handle.data.astype(np.int64) for side in (lhs, rhs))
+                exact = _EXACT[binary_op.__name__](a, b)
+                least, most = kind.get_int_min_value(), kind.get_int_max_value()
+                assert least <= exact.min() and exact.max() <= most, f"{kind} overflows in {binary_op.__name__}"
+
     own._get_np_dtype = numpy_type
     own.interpreter_builder = Builder()
-    own.interpreter_semantic = own.TritonSemantic(own.interpreter_builder)
+    own.interpreter_semantic = Semantic(own.interpreter_builder)
     return own.interpreter_builder
