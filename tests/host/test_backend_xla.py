@@ -102,7 +102,7 @@ def test_16_bit_arrays_give_the_same_bits_in_two_slices(tmp_path: Path, monkeypa
     assert np.array_equal(*found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_scan_changes_no_bit(dtype: str, tmp_path: Path) -> None:
     """Blocks that alternate are scanned in pairs; the same program with every block in it gives the same logits."""
     import jax
@@ -114,7 +114,7 @@ def test_a_scan_changes_no_bit(dtype: str, tmp_path: Path) -> None:
     run_passes(module, SLICE_PIPELINE)
     write_slice(tmp_path / "slice", module, random_weights(module), {})
     refs = read_weights_json(tmp_path / "slice" / "weights.json")
-    script = Script((Turn({0: 13, 1: 1}), Turn({0: 1, 1: 1})), 4)
+    script = Script((Turn({0: 13, 1: 1}),), 4)
     found = []
     for scan in (True, False):
         program = Program(module, 4, scan=scan)
