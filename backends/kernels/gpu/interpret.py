@@ -299,7 +299,7 @@ def _repair(own: Any, tl: Any) -> Any:
 
     class Semantic(own.TritonSemantic):  # type: ignore[misc]
         def binary_op_sanitize_overflow_impl(self, lhs: Any, rhs: Any, binary_op: Any) -> None:
-            """No 32-bit sum or product wraps around. Triton's own check is slow, and says nothing outside of debugging."""
+            """No 32-bit sum or product wraps around. Triton's own check is slow, and only says so when debugging."""
             kind = lhs.type.scalar
             if kind.int_bitwidth < 64:
                 a, b = (side.handle.data.astype(np.int64) for side in (lhs, rhs))
