@@ -28,6 +28,13 @@ def spec(*axes: str | None) -> PartitionSpec:
     return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
 
 
+def devices_of(chips: int, ordinal: int) -> list[Any]:
+    """The `ordinal`-th group of this host's devices, counted again from the first where there are fewer."""
+    here: list[Any] = jax.local_devices()
+    first = ordinal % (len(here) // chips) * chips
+    return here[first : first + chips]
+
+
 def mesh_of(devices: list[Any]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,))
 

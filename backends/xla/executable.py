@@ -15,6 +15,7 @@ from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.lowering import check_weights, dequantised
 from plait.backends.weights import DTYPES, read_weights_json
 from plait.backends.xla.arrays import (
+    devices_of,
     function,
     held_dtype,
     mesh_of,
@@ -54,7 +55,7 @@ class XlaSlice:
         self._program = program = Program(
             module, options.page_tokens, split_module(module, found.chips), attention=found.attention
         )
-        self._mesh = mesh_of(jax.local_devices()[: found.chips])
+        self._mesh = mesh_of(devices_of(found.chips, options.ordinal))
         self._buckets, self._pages, self._stale = found.buckets, found.pages(options.pages), found.stale
         refs = read_weights_json(folder / "weights.json")
         check_weights(module, refs)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -142,9 +143,16 @@ def _load(
     folder: Path, stored: StoredProgram, program: Program, mesh: Mesh, record: Record, wide: bool
 ) -> LoadedProgram:
     devices = tuple(mesh.devices.flat)
+    # A program is bound to the devices it was made on, unless it is told which ones these are.
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = 1, len(devices)
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in devices]]))
+    options.executable_build_options.use_spmd_partitioning = True
     try:
         executable = devices[0].client.deserialize_executable(
-            (folder / stored.file).read_bytes(), executable_devices=xla_client.DeviceList(devices)
+            (folder / stored.file).read_bytes(),
+            executable_devices=xla_client.DeviceList(devices),
+            compile_options=options,
         )
     except (OSError, jax.errors.JaxRuntimeError) as error:
         raise ArtifactError(

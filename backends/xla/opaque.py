@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.lowering import check_weights, operand_dtype, weight_name
 from plait.backends.weights import read_weight, read_weights_json
+from plait.backends.xla.arrays import devices_of
 from plait.backends.xla.best import best_tokens
 from plait.errors import UnsupportedError
 from plait.ir import kv_layouts, read_module, signature
@@ -78,8 +79,11 @@ class OpaqueSlice:
         (self._output,) = signature(module).outputs
         refs = read_weights_json(folder / "weights.json")
         check_weights(module, refs)
+        (device,) = devices_of(1, options.ordinal)
         self._weights = [
-            jax.device_put(read_weight(refs[weight_name(self._op, w)], operand_dtype(self._op, w), options.weight_root))
+            jax.device_put(
+                read_weight(refs[weight_name(self._op, w)], operand_dtype(self._op, w), options.weight_root), device
+            )
             for w in self._op.weights
         ]
         name = kv_class(self._op.window_tokens)

@@ -280,11 +280,11 @@ def test_programs_have_the_pages_that_the_runtime_hands_out(window: int | None) 
 ONE_KIND = Model((Attention(heads=8, kv_heads=2),) * 3, rope="llama3", bias=True)
 
 
-def play(folder: Path, devices: int = 1, **environment: str) -> dict[str, Any]:
+def play(folder: Path, devices: int = 1, ordinal: int = 0) -> dict[str, Any]:
     """What `xla_probe` finds of the slice in the folder."""
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    command = [sys.executable, "-m", "tests.host.xla_probe", str(folder), str(folder / "found.npz")]
-    subprocess.run(command, cwd=ROOT, env=os.environ | flags | environment, check=True, timeout=120)
+    command = [sys.executable, "-m", "tests.host.xla_probe", str(folder), str(folder / "found.npz"), str(ordinal)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | flags, check=True, timeout=120)
     with np.load(folder / "found.npz") as found:
         return dict(found)
 
@@ -319,7 +319,8 @@ def test_programs_run_as_loaded_and_agree_with_what_xla_compiles_here(
     head."""
     module, built = for_this_host(chips)
     write_slice(tmp_path / "ahead", module, random_weights(module), built.files)
-    ahead = play(tmp_path / "ahead", chips)
+    ahead = play(tmp_path / "ahead", 2 * chips, ordinal=1)
+    assert list(ahead["used"]) == list(range(chips, 2 * chips)), "the second group of this host's devices"
     assert ahead["loaded_programs"] == 2 and here["loaded_programs"] == 0
     assert ahead["compiled_shapes"] < here["compiled_shapes"]
     for name in (*(f"step{i}" for i in range(len(SCRIPTS["short"].turns))), "k", "v"):
