@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from plait.backends.base import Backend, CompiledSlice, CompileOptions, Executable, LoadOptions
 from plait.backends.conformance import cases, run_case
@@ -124,6 +125,35 @@ def test_pages_that_are_not_wiped_fail(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(attention.Cache, "append", append)
     with pytest.raises(AssertionError, match="NaN"):
         run_case(CASES["pages-hold-what-others-left"], CPU, "cpu", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case", "said"),
+    [
+        (lambda x, kind: x.float().to(kind), "kv-e4m3fnuz-codes", "holds NaN"),
+        (lambda x, kind: x.float().clamp(-240, 240).to(kind), "kv-e4m3fn-codes", "is off by"),
+        (lambda x, kind: (x.float() * 0.97).to(kind), "kv-e4m3fn", "is off by"),
+    ],
+    ids=["too large is NaN", "the other flavour's range", "not the nearest"],
+)
+def test_codes_that_are_rounded_otherwise_fail(
+    wrong: Callable[[Any, Any], Any], case: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "to_codes", lambda values, kind: wrong(values, kind).view(torch.uint8))
+    with pytest.raises(AssertionError, match=said):
+        run_case(CASES[case], CPU, "cpu", tmp_path)
+
+
+def test_new_tokens_that_are_not_rounded_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = attention.Cache.append
+
+    def append(self: attention.Cache, paging: step.Paging, k: Any, v: Any) -> Any:
+        original(self, paging, k, v)
+        return k, v
+
+    monkeypatch.setattr(attention.Cache, "append", append)
+    with pytest.raises(AssertionError, match="is off by"):
+        run_case(CASES["kv-e4m3fn"], CPU, "cpu", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from plait.backends.targets import arch_of
 from plait.backends.weights import read_weight, read_weights_json
 from plait.ir import kv_layouts, read_module, signature
 from plait.ir.module import ops
+from plait.ir.numbers import NUMPY
 from plait.ir.ops import OPS, SCORING, OracleKV, PlaitOp, WeightOp
 from plait.spec import Capability, KVLayout, Support, kv_class
 
@@ -131,10 +132,11 @@ class NumpySlice:
         return outputs
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
-        return self._kv[layer].k[pages].astype(np.float32), self._kv[layer].v[pages].astype(np.float32)
+        dtype = NUMPY[self.kv_layouts[layer].dtype]
+        return self._kv[layer].k[pages].astype(dtype), self._kv[layer].v[pages].astype(dtype)
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
-        self._kv[layer].k[pages], self._kv[layer].v[pages] = k, v
+        self._kv[layer].k[pages], self._kv[layer].v[pages] = k.astype(np.float64), v.astype(np.float64)
 
     def stats(self) -> dict[str, int | float | str]:
         return {"steps": self._steps}
