@@ -5,6 +5,7 @@ Importing this imports no JAX: loading a slice does.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast, get_args
 
 from plait.backends.base import CompiledSlice, CompileOptions, Executable, LoadOptions
 from plait.backends.targets import arch_of, label
-from plait.errors import UsageError
+from plait.errors import MissingDependencyError, UsageError
 from plait.spec import Capability, Support
 
 Attention = Literal["gather", "pallas"]
@@ -92,6 +93,16 @@ class XlaBackend:
         return CompiledSlice(files=built.files, report={**about, **built.report, **dequantised(module)})
 
     def load(self, folder: Path, device: str, options: LoadOptions) -> Executable:
+        """On a TPU where one is here; else on XLA's CPU backend.
+
+        Raises:
+            MissingDependencyError: `jax-missing`.
+        """
+        if importlib.util.find_spec("jax") is None:
+            why = "its slice is a JAX program, and JAX is not installed"
+            raise MissingDependencyError(
+                "jax-missing", f"{device} cannot run here", why=why, hint="pip install 'plait[xla]'"
+            )
         from plait.backends.xla.platform import emulated, prepare
         from plait.ir.ops import OpaqueOp
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.backends.base import CompileOptions
+from plait.backends.base import CompileOptions, LoadOptions
 from plait.backends.conformance.models import MODELS, VOCABULARY, Attention, Model, random_weights, write_slice
 from plait.backends.conformance.script import Player, Script, Turn
 from plait.backends.conformance.suite import Bench
@@ -19,6 +20,7 @@ from plait.backends.weights import read_weights_json
 from plait.backends.xla import BACKEND
 from plait.backends.xla.buckets import KEYS, QUERIES, SEQUENCES, Buckets, bucket, split
 from plait.backends.xla.program import COMPILER_OPTIONS, Program
+from plait.errors import MissingDependencyError
 from plait.ir import kv_classes, signature
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from tests.host.backend_bench import load
@@ -131,3 +133,10 @@ def test_a_scan_changes_no_bit(dtype: str, tmp_path: Path) -> None:
                 logits.append(np.asarray(out["logits"])[grid.logit_rows])
         found.append(np.concatenate(logits))
     assert np.array_equal(*found)
+
+
+def test_without_jax_a_slice_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError) as error:
+        BACKEND.load(tmp_path, "tpu-v5e", LoadOptions({}))
+    assert error.value.code == "jax-missing" and "plait[xla]" in error.value.hint
