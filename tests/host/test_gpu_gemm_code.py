@@ -170,7 +170,7 @@ def test_every_candidate_compiles_and_one_is_right(arch: str, name: str, rows: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 64, 4096])
+@pytest.mark.parametrize("rows", [1, 4096])
 @pytest.mark.parametrize("arch", sorted({arch.name for arch in ARCHS.values()} - set(CHIPS)))
 def test_other_chips(arch: str, rows: int, cache: Cache) -> None:
     _one_is_right([job("gemm", arch, tile, HAS_RESIDUAL=True) for tile in tiles("gemm", arch, rows)], cache)
