@@ -52,7 +52,8 @@ def command(
 ) -> None:
     from plait import api
     from plait.cli.screen import Screen
-    from plait.cli.tables import plan_tables, request_facts, warn_of_null
+    from plait.cli.tables import plan_tables, request_facts, warn_of_checks, warn_of_null
+    from plait.report.code import code_of, slice_code
     from plait.spec import to_dict
     from plait.words import bytes_text
 
@@ -77,6 +78,9 @@ def command(
     where = "weights inside" if embed_weights else f"weights stay in {made.weight_root}"
     screen.show(f"wrote {folder}: {bytes_text(size)}, {where}; {folder / 'report.html'} shows the plan")
     warn_of_null(screen, made.manifest)
+    codes = {item.folder: code_of(*slice_code(made.folder / item.folder)) for item in slices}
+    failed = {folder: code.failed for folder, code in codes.items() if code.failed}
+    warn_of_checks(screen, failed)
     if (made.folder / "tokenizer.json").is_file():
         command = shlex.join(["plait", "run", str(folder)]) + ' "Why is the sky blue?"'
     else:
@@ -92,6 +96,7 @@ def command(
                 {"folder": s.folder, "device": s.device, "target": s.target, "blocks": s.blocks, "runs_on": s.runs_on}
                 for s in slices
             ],
+            "checks_failed": failed,
             "next": command,
         }
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -143,6 +143,14 @@ def warn_of_null(screen: Screen, manifest: Manifest) -> None:
     null = [str(index) for index, item in enumerate(manifest.slices) if item.backend == "null"]
     if null:
         screen.note(f"slice {' and '.join(null)} computes nothing (backend null): the text will mean nothing")
+
+
+def warn_of_checks(screen: Screen, failed: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+    """Code that is not what its chip should run, by slice: right perhaps, but slower than was predicted."""
+    for folder, found in failed.items():
+        (row, why), *others = found
+        more = f", and {len(others)} more" if others else ""
+        screen.note(f"{folder}: a check of its machine code failed: {row}: {why}{more}; `plait inspect` lists them")
 
 
 def cause_text(cause: Cause | None, everything: bool) -> str:

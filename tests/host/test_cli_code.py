@@ -26,7 +26,7 @@ from plait.backends.kernels.gpu import attend, backend, gemm, here, loader, stre
 from plait.backends.kernels.gpu.backend import read_plan
 from plait.backends.kernels.gpu.cupy_device import CupyDevice
 from plait.backends.kernels.gpu.executor import LaunchSlice
-from plait.backends.kernels.gpu.facts import resources
+from plait.backends.kernels.gpu.facts import Expectations, expectations, resources
 from plait.backends.kernels.gpu.here import Devices
 from plait.backends.kernels.gpu.steps import batch
 from plait.cli.inspect import artifact_facts
@@ -170,6 +170,18 @@ def test_a_check_that_failed_is_shown(artifact: Path) -> None:
     name = f"{label(report['kernels'][0])}, any rows"
     assert code.failed == ((name, "spills: 4 registers of each thread are kept in memory"),)
     assert dict(code.totals)["checks"] == "1 failed"
+
+
+def test_compile_says_so_where_a_check_failed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def impossible(*asked: Any) -> Expectations:
+        return replace(expectations(*asked), load_bytes=64)
+
+    monkeypatch.setattr("plait.backends.kernels.gpu.choose.expectations", impossible)
+    result = plait("compile", model, "-t", "h100", "--json", "-o", tmp_path / "a.plait", env={CODE: "1"})
+    assert result.exit_code == 0, result.stderr
+    assert "slices/0-h100: a check of its machine code failed: " in result.stderr
+    found = json.loads(result.stdout)["checks_failed"]["slices/0-h100"]
+    assert all(why.startswith("narrow-loads: ") for _, why in found)
 
 
 @pytest.mark.parametrize(
