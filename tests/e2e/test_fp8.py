@@ -12,6 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 import plait
+from plait.backends.cuda import BACKEND as CUDA
+from plait.backends.kernels.gpu.interpreted import Interpreted
+from plait.backends.rocm import BACKEND as ROCM
 from plait.errors import FitError
 from tests.checkpoints import FP8_LAYOUTS, dequantised, random_ids, reference_logits, save, save_fp8
 
@@ -49,6 +52,27 @@ def test_logits_are_those_of_the_dequantised_weights(
     with plait.open(out, in_process=True) as pipe:
         assert np.abs(pipe.logits(ids) - expected).max() < limit
         assert np.abs(pipe.logits(ids, chunk=7) - expected).max() < limit
+
+
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("row", marks=pytest.mark.slow)])
+def test_launch_plans_compute_in_each_vendors_flavour(
+    layout: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One checkpoint, its codes as they are for NVIDIA and in the other flavour for AMD's MI300: what both are sent.
+
+    (Blocks of 48 columns, as here in the other layouts, no kernel has: they are dequantised at load.)
+    """
+    monkeypatch.setattr("plait.backends.cuda.BACKEND", Interpreted(CUDA))
+    monkeypatch.setattr("plait.backends.rocm.BACKEND", Interpreted(ROCM))
+    ids, out = random_ids(9), tmp_path / "m.plait"
+    expected = reference_logits(dequantised(tmp_path / "wide", folders[layout]), ids)
+    plait.compile_artifact(folders[layout], "h100,mi300", output=out, layers=(1, 1))
+    held = [json.loads(file.read_text())["weights"] for file in sorted(out.glob("slices/*/launch.json"))]
+    codes = [{weight["dtype"] for weight in slice_.values() if weight["part"] == "codes"} for slice_ in held]
+    assert codes == [{"e4m3fn"}, {"e4m3fnuz"}]
+    with plait.open(out, in_process=True) as pipe:
+        assert "interpreted" in pipe.stats()["slices"][1]["runs_on"]
+        assert np.abs(pipe.logits(ids) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 def test_scales_go_into_the_artifact_with_their_weights(folders: dict[str, Path], tmp_path: Path) -> None:
