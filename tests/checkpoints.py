@@ -147,11 +147,13 @@ def fp8_config(layout: str, block: tuple[int, int] = (32, 48)) -> dict[str, Any]
     }
 
 
-def dequantised(folder: Path, source: Path, block: tuple[int, int] = (32, 48)) -> Path:
+def dequantised(folder: Path, source: Path) -> Path:
     """What the FP8 checkpoint in `source` means, without any quantisation, computed by torch. Returns the folder."""
     import torch
     from safetensors.torch import load_file, save_file
 
+    config = json.loads((source / "config.json").read_text())
+    block = config.pop("quantization_config").get("weight_block_size")
     stored = load_file(source / "model.safetensors")
     made = {}
     for name, tensor in stored.items():
@@ -160,7 +162,7 @@ def dequantised(folder: Path, source: Path, block: tuple[int, int] = (32, 48)) -
             if not name.endswith(("_scale", "_scale_inv")):
                 made[name] = tensor
             continue
-        if scale.numel() == 1 or scale.shape[1] == 1:
+        if block is None:
             made[name] = tensor.float() * scale.float()
             continue
         made[name] = torch.empty(tensor.shape)
@@ -169,8 +171,6 @@ def dequantised(folder: Path, source: Path, block: tuple[int, int] = (32, 48)) -
             made[name][part] = tensor[part].float() * scale[i, j].float()
     folder.mkdir(parents=True)
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
