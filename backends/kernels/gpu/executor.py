@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,14 @@ _SHAPES = 256
 
 _OUTPUTS = NUMPY | {"int32": np.dtype(np.int32)}
 _FACT_DTYPES: dict[str, np.dtype[Any]] = {"i32": np.dtype(np.int32), "fp32": np.dtype(np.float32)}
+
+
+class _Place(NamedTuple):
+    """Where a fact of the batch lies among all of them, in bytes."""
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
 
 
 class LaunchSlice:
@@ -162,7 +171,7 @@ class LaunchSlice:
         return pages, layout.page_tokens, layout.kv_heads, layout.head_dim
 
     def _page_bytes(self, layer: int) -> int:
-        return int(np.prod(self._shape(layer, 1))) * self._kv_dtype(layer).itemsize
+        return prod(self._shape(layer, 1)) * self._kv_dtype(layer).itemsize
 
     def _each_page(
         self, layer: int, pages: Int32, sides: Sequence[Array], move: Callable[[Memory, int, NDArray[Any]], None]
@@ -202,20 +211,18 @@ class LaunchSlice:
             self._host = self._device.host(self._facts.nbytes)
             self._programs.cache_clear()  # they point at the memory from before
             self._graphs.clear()
-        for name, (offset, shape) in places.items():
+        for name, (offset, size, shape) in places.items():
             fact = self._plan.facts[name]
-            dtype = _FACT_DTYPES[fact.type]
-            end = offset + int(np.prod(shape)) * dtype.itemsize
-            fill(self._host[offset:end].view(dtype).reshape(shape), fact, facts)
+            fill(self._host[offset : offset + size].view(_FACT_DTYPES[fact.type]).reshape(shape), fact, facts)
         self._device.send(self._facts, self._host[:nbytes])
 
-    def _places(self, symbols: Mapping[str, int]) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
-        """Offset and shape of every fact, and the bytes of all."""
+    def _places(self, symbols: Mapping[str, int]) -> tuple[dict[str, _Place], int]:
+        """Where every fact lies, and the bytes of all."""
         places, offset = {}, 0
         for name, fact in self._plan.facts.items():
             shape = tuple(evaluate(size, symbols) for size in fact.shape)
-            places[name] = offset, shape
-            nbytes = int(np.prod(shape)) * ELEMENT_BYTES[fact.type]
+            nbytes = prod(shape) * ELEMENT_BYTES[fact.type]
+            places[name] = _Place(offset, nbytes, shape)
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return places, offset
 
@@ -245,10 +252,9 @@ class LaunchSlice:
         made = {name: self.memory(name) for name in (*self._weights, *self._pages)}
         for name, buffer in plan.activations.items():
             made[name] = Region(self._arena, buffer.offset, size_bytes(buffer, symbols))
-        for name, (offset, shape) in self._places(symbols)[0].items():
+        for name, (offset, nbytes, _) in self._places(symbols)[0].items():
             fact = plan.facts[name]
             skipped = first * ELEMENT_BYTES[fact.type] if fact.kind == "logit_rows" else 0
-            nbytes = int(np.prod(shape)) * ELEMENT_BYTES[fact.type]
             made[name] = Region(self._facts, offset + skipped, nbytes - skipped)
         return made
 
