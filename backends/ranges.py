@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from plait.errors import CheckpointError
 from plait.ir.numbers import NUMPY
-from plait.spec import WeightRef
+from plait.spec import Rows, WeightRef
 
 CHUNK_ELEMENTS = 1 << 16
 
@@ -48,16 +48,27 @@ def matrix(ref: WeightRef) -> tuple[int, int]:
 
 
 def row_order(ref: WeightRef) -> NDArray[np.intp] | None:
-    """Where each stored row belongs: stored (head, pair, half) goes to (head, half, pair). None where it stays.
+    """Where each stored row belongs. None where it stays.
 
-    Raises CheckpointError `weight-range` where the rows are no whole heads.
+    Raises CheckpointError `weight-range` where the rows are not what `ref.rows` says.
     """
-    heads, (rows, _) = ref.interleaved_heads, matrix(ref)
-    if heads is None:
+    rows, (count, _) = ref.rows, matrix(ref)
+    if rows is None:
         return None
-    if heads < 1 or rows % (2 * heads):
-        raise CheckpointError("weight-range", f"{ref.name!r}: {rows} rows are not {heads} heads of rope pairs")
-    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+    taken = taken_rows(rows)
+    if len(taken) != count or rows.groups * rows.stride != count:
+        raise CheckpointError("weight-range", f"{ref.name!r}: {count} rows are not {rows}")
+    return np.argsort(taken)
+
+
+def taken_rows(rows: Rows) -> NDArray[np.intp]:
+    """The stored rows that make a weight, in its order."""
+    run = [np.arange(piece.start, piece.start + piece.count) for piece in rows.pieces]
+    halves = [
+        np.concatenate((at[::2], at[1::2])) if piece.pairs else at for piece, at in zip(rows.pieces, run, strict=True)
+    ]
+    none = np.empty(0, np.intp)
+    return np.asarray(np.arange(rows.groups)[:, None] * rows.stride + np.concatenate((none, *halves))).reshape(-1)
 
 
 def _row_bytes(ref: WeightRef, columns: int) -> int:

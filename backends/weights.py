@@ -33,7 +33,7 @@ def read_weight(ref: WeightRef, dtype: str, root: Path | None = None) -> Array:
 
     Quantised tensors are dequantised in float32, and then rounded once: Q4_0, Q4_1 and Q8_0 exactly as the `gguf`
     package does it, codes with a scale of their own as `plait.ir.types.QuantType` says. Rows stored as rope pairs
-    (`ref.interleaved_heads`) come back as halves. Values too small for `dtype` become zero, as rounding says.
+    (`ref.rows`) come back as halves. Values too small for `dtype` become zero, as rounding says.
 
     Args:
         root: folder that a relative `ref.file` is relative to.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.files import TensorFiles, some
 from plait.frontend.gguf_header import read_header
-from plait.spec import WeightRef
+from plait.spec import Piece, Rows, WeightRef
 
 
 @dataclass(frozen=True)
@@ -212,4 +212,15 @@ def _rename(path: Path, ref: WeightRef, architecture: Architecture, config: dict
         )
     block = f"model.layers.{int(match['block'])}." if match["block"] else ""
     heads = config.get(architecture.interleaved.get(match["part"], ""))
-    return WeightRef(f"{block}{name}.{match['kind']}", ref.file, ref.offset, ref.nbytes, ref.encoding, ref.shape, heads)
+    rows = None if heads is None else _pairs(path, ref, heads)
+    return replace(ref, name=f"{block}{name}.{match['kind']}", rows=rows)
+
+
+def _pairs(path: Path, ref: WeightRef, heads: Any) -> Rows:
+    """Rows of each head that stand as rope pairs."""
+    count = ref.shape[0]
+    if type(heads) is not int or heads < 1 or count % (2 * heads):
+        raise CheckpointError(
+            "gguf-shape", f"{path}: the {count} rows of {ref.name!r} are not {heads!r:.50} heads of rope pairs"
+        )
+    return Rows(heads, count // heads, (Piece(0, count // heads, pairs=True),))

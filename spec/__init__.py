@@ -11,7 +11,7 @@ from plait.spec.kv import KVLayout, kv_class, ring_pages
 from plait.spec.manifest import FORMAT_VERSION, Boundary, Manifest, ManifestSlice
 from plait.spec.plan import IdleDevice, Objective, Plan, PlannedSlice, Prediction
 from plait.spec.target import Target, parse_target, parse_targets
-from plait.spec.weight import WeightRef, map_parts, parts
+from plait.spec.weight import Encoding, Packing, Piece, Rows, WeightRef, map_parts, parts
 from plait.spec.workload import WORKLOADS, Workload
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Cause",
     "Cluster",
     "Device",
+    "Encoding",
     "Estimate",
     "IdleDevice",
     "KVLayout",
@@ -30,9 +31,12 @@ __all__ = [
     "ManifestSlice",
     "MemoryEstimate",
     "Objective",
+    "Packing",
+    "Piece",
     "Plan",
     "PlannedSlice",
     "Prediction",
+    "Rows",
     "Support",
     "Target",
     "WeightRef",

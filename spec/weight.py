@@ -7,23 +7,65 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Encoding = Literal[
-    "float32", "float16", "bfloat16", "e4m3fn", "e5m2", "e4m3fnuz", "i8", "u4", "Q4_0", "Q4_1", "Q8_0"
+    "float32", "float16", "bfloat16",
+    "e4m3fn", "e5m2", "e4m3fnuz", "e8m0", "e2m1", "nf4", "i8", "u8", "i32", "u4",
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
 ]  # fmt: skip
+
+Packing = Literal["plain", "gptq", "awq"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`count` rows from `start` of a run on. Where `pairs`, they stand as rope pairs (0, 1), (2, 3) ... and are read as
+    halves: first the even ones, then the odd ones."""
+
+    start: int
+    count: int
+    pairs: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which stored rows make a weight, in which order: of each of `groups` runs of `stride` rows the pieces, one after
+    the other. Stored are `groups * stride` rows.
+
+    GGUF's llama keeps q as `Rows(heads, head_dim, (Piece(0, head_dim, pairs=True),))`; GPT-NeoX's fused q, k and v hold
+    k as `Rows(heads, 3 * head_dim, (Piece(head_dim, head_dim),))`.
+    """
+
+    groups: int
+    stride: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def count(self) -> int:
+        """Rows of the weight."""
+        return self.groups * sum(piece.count for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class WeightRef:
     """`[offset, offset + nbytes)` of `file` hold a tensor of `shape` in `encoding`, row-major ((out, in) a matrix).
 
-    Q4_0, Q4_1 and Q8_0 are GGUF's blocks, with their scales inside. The codes of e4m3fn, e5m2, e4m3fnuz, i8 and u4 (two
-    in a byte, the low one first) mean nothing alone: their scales are tensors too, and part of the weight.
+    The names in capitals are GGUF's blocks, with their scales inside. The codes of e4m3fn, e5m2, e4m3fnuz, e2m1, nf4,
+    i8, u8 and u4 (of those with four bits two stand in a byte, the low one first) mean nothing alone: their scales are
+    tensors too, and part of the weight.
 
     Attributes:
-        interleaved_heads: undoes GGUF's llama row order: rows of each head stand as rope pairs (0, 1), (2, 3) ... in
-            the file and are read as halves, with that many heads (query heads for q, KV heads for k).
+        shape: of the weight as it is used, with `rows` and `transposed` undone.
+        rows: which rows of the stored tensor it is; None for all of them as they stand. They are taken after the
+            transposition. Of a stack (experts, rows, columns) each matrix is stored so.
+        transposed: the matrix (each, of a stack) is stored as (in, out).
+        packing: how 4-bit codes stand in int32 words; `plain` is row-major, and the only one of other encodings. `gptq`
+            has 8 codes of one column of a stored (in, out) matrix in a word, the lowest first; `awq` 8 codes of one row
+            of it, in the order 0, 2, 4, 6, 1, 3, 5, 7. Both mean the weight (out, in) that the codes stand for.
         scale: the tensor of scales: one for each `block`, row-major, whatever its own shape.
         block: rows and columns of the matrix that share a scale; 0 means all of them.
         zero: what is subtracted from a code before it is scaled: a number, or a tensor laid out as the scale is.
+        outer: a tensor of one number that every scale is multiplied by.
+        stack: the matrices of a weight (len(stack), out, in) that are stored one by one. The stack's own offset and
+            nbytes are 0 then, and its file and encoding are those of the first.
     """
 
     name: str
@@ -32,19 +74,27 @@ class WeightRef:
     nbytes: int
     encoding: Encoding
     shape: tuple[int, ...]
-    interleaved_heads: int | None = None
+    rows: Rows | None = None
+    transposed: bool = False
+    packing: Packing = "plain"
     scale: WeightRef | None = None
     block: tuple[int, int] | None = None
     zero: WeightRef | int | None = None
+    outer: WeightRef | None = None
+    stack: tuple[WeightRef, ...] = ()
 
 
 def parts(ref: WeightRef) -> tuple[WeightRef, ...]:
-    """The byte ranges of a weight: its own, its scale's, its zeros'."""
-    return tuple(part for part in (ref, ref.scale, ref.zero) if isinstance(part, WeightRef))
+    """The byte ranges of a weight: its own, its scale's, its zeros', its outer scale's; of a stack those of each."""
+    if ref.stack:
+        return tuple(part for member in ref.stack for part in parts(member))
+    return tuple(part for part in (ref, ref.scale, ref.zero, ref.outer) if isinstance(part, WeightRef))
 
 
 def map_parts(ref: WeightRef, change: Callable[[WeightRef], WeightRef]) -> WeightRef:
-    """The weight with `change` made to each of its `parts`."""
-    scale = None if ref.scale is None else change(ref.scale)
+    """The weight with `change` made to each of its `parts`, and to a stack itself."""
+    if ref.stack:
+        return replace(change(ref), stack=tuple(map_parts(member, change) for member in ref.stack))
+    scale, outer = (None if part is None else change(part) for part in (ref.scale, ref.outer))
     zero = change(ref.zero) if isinstance(ref.zero, WeightRef) else ref.zero
-    return replace(change(ref), scale=scale, zero=zero)
+    return replace(change(ref), scale=scale, zero=zero, outer=outer)

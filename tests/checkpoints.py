@@ -14,6 +14,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.spec import Piece, Rows
+
 VOCABULARY = 264
 """256 bytes and the special tokens of `save_tokenizer`."""
 
@@ -37,6 +39,11 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def pairs(heads: int, rows: int) -> Rows:
+    """Rope pairs in each head, as GGUF's llama has them."""
+    return Rows(heads, rows // heads, (Piece(0, rows // heads, pairs=True),))
 
 
 def save(

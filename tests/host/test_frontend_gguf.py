@@ -16,7 +16,7 @@ from plait.errors import CheckpointError, PlaitError, UnsupportedError
 from plait.frontend.checkpoint import open_checkpoint
 from plait.frontend.gguf import read_gguf
 from plait.frontend.lower import lower
-from tests.checkpoints import save, save_gguf
+from tests.checkpoints import pairs, save, save_gguf
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
@@ -55,9 +55,9 @@ def test_k_rows_use_the_kv_heads(tmp_path: Path) -> None:
     weights = open_checkpoint(path).weights
     assert weights is not None
     ref = weights["model.layers.0.self_attn.k_proj.weight"]
-    assert ref.interleaved_heads == SIZES["num_key_value_heads"]
+    assert ref.rows == pairs(SIZES["num_key_value_heads"], ref.shape[0])
     right = read_weight(ref, "float32")
-    wrong = read_weight(replace(ref, interleaved_heads=SIZES["num_attention_heads"]), "float32")
+    wrong = read_weight(replace(ref, rows=pairs(SIZES["num_attention_heads"], ref.shape[0])), "float32")
     assert (right != wrong).any(axis=1).mean() >= 0.5
 
 
@@ -65,7 +65,7 @@ def test_qwen2_is_not_interleaved(tmp_path: Path) -> None:
     """F56: the style of rope is implied by the architecture."""
     weights = open_checkpoint(make(tmp_path, "qwen2")).weights
     assert weights is not None
-    assert {ref.interleaved_heads for ref in weights.values()} == {None}
+    assert {ref.rows for ref in weights.values()} == {None}
 
 
 @pytest.mark.parametrize("quant", ["Q4_1", "Q8_0", "F16"])

@@ -20,6 +20,7 @@ from plait.ir.quant import GGUF, quant_type
 from plait.ir.types import CODE_MAX, CODES, FP8, QuantType, tensor, tensor_bytes
 from plait.spec import WeightRef, parts
 from plait.spec.weight import Encoding
+from tests.checkpoints import pairs
 
 RNG = np.random.default_rng(5)
 TORCH = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e4m3fnuz": torch.float8_e4m3fnuz}
@@ -92,7 +93,9 @@ def test_gguf_blocks_are_codes_and_scales(encoding: Encoding, heads: int | None,
     values[1, 40] = -9  # makes the scale of Q4_0 positive, its like negative
     values[2, 40] = 9
     raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[encoding])
-    ref = replace(stored(tmp_path / "w", "w", raw, encoding, values.shape), interleaved_heads=heads)
+    ref = replace(
+        stored(tmp_path / "w", "w", raw, encoding, values.shape), rows=None if heads is None else pairs(heads, len(raw))
+    )
     held = read_quantised(ref)
     assert held.kind == quant_type(ref) == GGUF[encoding]
     assert np.array_equal(held.values(np.float32), read_weight(ref, "float32"))
@@ -118,7 +121,12 @@ def test_4_bit_codes_with_zeros(zero: Any, heads: int | None, tmp_path: Path) ->
     zeros = RNG.integers(0, 16, (8, 3)).astype(np.float16)
     file = tmp_path / "w"
     ref = stored(file, "w", pack_u4(codes), "u4", (8, 12))
-    ref = replace(ref, scale=stored(file, "s", scale, "float16", (8, 3)), block=(1, 4), interleaved_heads=heads)
+    ref = replace(
+        ref,
+        scale=stored(file, "s", scale, "float16", (8, 3)),
+        block=(1, 4),
+        rows=None if heads is None else pairs(heads, 8),
+    )
     ref = replace(ref, zero=stored(file, "z", zeros, "float16", (8, 3)) if zero == "tensor" else zero)
     offset = np.repeat(zeros.astype(float), 4, 1) if zero == "tensor" else float(zero or 0)
     expected = (codes - offset) * np.repeat(scale.astype(float), 4, 1)

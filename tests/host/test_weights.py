@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from plait.backends.weights import read_weight, read_weights_json, weights_json
 from plait.errors import CheckpointError, UserError
 from plait.frontend.checkpoint import open_checkpoint
-from plait.spec import WeightRef
+from plait.spec import Rows, WeightRef
 from plait.spec.weight import Encoding
-from tests.checkpoints import save
+from tests.checkpoints import pairs, save
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -70,8 +70,8 @@ def test_rows_of_rope_pairs_come_back_as_halves(encoding: Encoding, rows: int, t
     heads, columns = 3, 64
     values = np.random.default_rng(0).normal(size=(rows, columns)).astype(np.float32)
     raw = values if encoding == "float32" else gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q4_1)
-    ref = replace(stored(tmp_path / "w", raw, encoding, (rows, columns)), interleaved_heads=heads)
-    plain = read_weight(replace(ref, interleaved_heads=None), "float32")
+    ref = replace(stored(tmp_path / "w", raw, encoding, (rows, columns)), rows=pairs(heads, rows))
+    plain = read_weight(replace(ref, rows=None), "float32")
     head_dim = rows // heads
     expected = plain.reshape(heads, head_dim // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
     np.testing.assert_array_equal(read_weight(ref, "float32"), expected)
@@ -79,7 +79,7 @@ def test_rows_of_rope_pairs_come_back_as_halves(encoding: Encoding, rows: int, t
 
 def test_a_bias_is_put_in_order_too(tmp_path: Path) -> None:
     values = np.arange(8, dtype=np.float32)
-    ref = replace(stored(tmp_path / "w", values, "float32", (8,)), interleaved_heads=2)
+    ref = replace(stored(tmp_path / "w", values, "float32", (8,)), rows=pairs(2, 8))
     assert read_weight(ref, "float32").tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -125,8 +125,8 @@ def test_ranges_that_do_not_fit(tmp_path: Path) -> None:
     ref = stored(tmp_path / "w", np.ones((4, 4), np.float32), "float32", (4, 4))
     assert refused(replace(ref, shape=(4, 5))).code == "weight-range"
     assert refused(replace(ref, encoding="Q8_0")).code == "weight-range"
-    assert refused(replace(ref, interleaved_heads=3)).code == "weight-range"
-    assert refused(replace(ref, interleaved_heads=0)).code == "weight-range"
+    assert refused(replace(ref, rows=pairs(3, 4))).code == "weight-range"
+    assert refused(replace(ref, rows=Rows(0, 4, ()))).code == "weight-range"
     assert refused(replace(ref, file=str(tmp_path / "none"))).code == "weight-file"
     assert refused(replace(ref, offset=ref.offset + 8)).code == "weight-file"
 
@@ -141,7 +141,7 @@ def test_relative_files_and_the_json(tmp_path: Path) -> None:
     array = np.arange(4, dtype=np.float32)
     ref = replace(stored(tmp_path / "w", array, "float32", (4,)), file="w")
     np.testing.assert_array_equal(read_weight(ref, "float32", tmp_path), array)
-    refs = [ref, replace(ref, name="a", encoding="Q4_1", interleaved_heads=3)]
+    refs = [ref, replace(ref, name="a", encoding="Q4_1", rows=pairs(3, 6))]
     path = tmp_path / "weights.json"
     path.write_text(weights_json(refs))
     assert read_weights_json(path) == {item.name: item for item in refs}
