@@ -212,15 +212,14 @@ def _rename(path: Path, ref: WeightRef, architecture: Architecture, config: dict
         )
     block = f"model.layers.{int(match['block'])}." if match["block"] else ""
     heads = config.get(architecture.interleaved.get(match["part"], ""))
-    rows = None if heads is None else _pairs(path, ref, heads)
+    # The config's reader refuses any other count of heads.
+    rows = _pairs(path, ref, heads) if type(heads) is int and heads > 0 else None
     return replace(ref, name=f"{block}{name}.{match['kind']}", rows=rows)
 
 
-def _pairs(path: Path, ref: WeightRef, heads: Any) -> Rows:
+def _pairs(path: Path, ref: WeightRef, heads: int) -> Rows:
     """Rows of each head that stand as rope pairs."""
     count = ref.shape[0]
-    if type(heads) is not int or heads < 1 or count % (2 * heads):
-        raise CheckpointError(
-            "gguf-shape", f"{path}: the {count} rows of {ref.name!r} are not {heads!r:.50} heads of rope pairs"
-        )
+    if count % (2 * heads):
+        raise CheckpointError("gguf-shape", f"{path}: the {count} rows of {ref.name!r} are not {heads} heads of pairs")
     return Rows(heads, count // heads, (Piece(0, count // heads, pairs=True),))
