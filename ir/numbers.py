@@ -15,7 +15,7 @@ from plait.ir.types import CODE_MAX, QuantType, dtype_name
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
 
-#: NumPy's dtype of every compute dtype and of every code. 4-bit codes stand one in a byte.
+#: NumPy's dtype of every compute dtype, scale and code. 4-bit codes are 0 .. 15, one in a byte.
 NUMPY: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -23,9 +23,34 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "e2m1": np.dtype(np.uint8),
+    "nf4": np.dtype(np.uint8),
     "i8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
     "u4": np.dtype(np.uint8),
 }
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+#: What codes 0 .. 15 stand for: e2m1 of OCP Microscaling Formats 1.0 (table 5), nf4 of QLoRA (appendix E). float32
+#: holds each exactly.
+BOOKS: dict[str, NDArray[np.float32]] = {
+    "e2m1": np.array((*_E2M1, *(-value for value in _E2M1)), np.float32),
+    "nf4": np.array(_NF4, np.float32),
+}
+
+
+def code_values(codes: Array, code: str, dtype: type[np.floating[Any]] = np.float64) -> Array:
+    """The numbers that codes stand for before they are scaled, in `dtype`."""
+    book = BOOKS.get(code)
+    return codes.astype(dtype) if book is None else np.asarray(book.astype(dtype)[codes])
 
 
 def round_to(values: Float64, kind: Attribute) -> Float64:
@@ -89,7 +114,7 @@ def dequantise(
     def spread(part: Array) -> Array:
         return np.asarray(part.astype(dtype)[down][:, across])
 
-    out: Array = codes.astype(dtype)
+    out = code_values(codes, kind.code_name, dtype)
     if kind.zero_point is not None:
         out -= dtype(kind.zero_point)
     if zero is not None:

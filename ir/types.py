@@ -15,9 +15,11 @@ from xdsl.dialects.builtin import (
     DYNAMIC_INDEX,
     AnyFloat,
     BFloat16Type,
+    Float4E2M1FNType,
     Float8E4M3FNType,
     Float8E4M3FNUZType,
     Float8E5M2Type,
+    Float8E8M0FNUType,
     Float16Type,
     Float32Type,
     IntAttr,
@@ -44,17 +46,32 @@ FP8: dict[str, AnyFloat] = {
 }
 """What is only stored in: codes of weights, and KV."""
 
-CODES: dict[str, AnyFloat | IntegerType] = {
+
+@irdl_attr_definition
+class NF4Type(ParametrizedAttribute, TypeAttribute):
+    """Codes 0 .. 15 that stand for the 16 quantiles of a normal distribution, scaled to -1 .. 1 (Dettmers et al. 2023,
+    QLoRA, appendix E): `plait.ir.numbers.BOOKS` has them."""
+
+    name = "plait.nf4"
+
+
+CODES: dict[str, AnyFloat | IntegerType | NF4Type] = {
     **FP8,
+    "e2m1": Float4E2M1FNType(),
+    "nf4": NF4Type(),
     "i8": IntegerType(8, Signedness.SIGNED),
+    "u8": IntegerType(8, Signedness.UNSIGNED),
     "u4": IntegerType(4, Signedness.UNSIGNED),
 }
-"""What the codes of a quantised weight may be. `i8` is -128 .. 127, `u4` is 0 .. 15."""
+"""What the codes of a quantised weight may be. `i8` is -128 .. 127, `u8` is 0 .. 255, `u4` is 0 .. 15."""
 
-CODE_MAX = {"e4m3fn": 448, "e5m2": 57344, "e4m3fnuz": 240, "i8": 127, "u4": 15}
-"""The largest finite code."""
+CODE_MAX = {"e4m3fn": 448, "e5m2": 57344, "e4m3fnuz": 240, "e2m1": 6, "nf4": 1, "i8": 127, "u8": 255, "u4": 15}
+"""The largest finite number that a code stands for."""
 
-_NAMES: Mapping[Attribute, str] = {kind: name for name, kind in (DTYPES | CODES).items()}
+SCALES: dict[str, AnyFloat] = {**DTYPES, "e8m0": Float8E8M0FNUType(), "e4m3fn": FP8["e4m3fn"]}
+"""What scales may be. `e8m0` is a power of two, 2 ** (code - 127) (OCP Microscaling Formats 1.0)."""
+
+_NAMES: Mapping[Attribute, str] = {kind: name for name, kind in (SCALES | CODES).items()}
 
 Tensor = TensorType[Attribute]
 
@@ -85,6 +102,8 @@ def dtype_bytes(kind: Attribute) -> int:
 
 
 def _bits(kind: Attribute) -> int:
+    if isinstance(kind, NF4Type):
+        return 4
     assert isinstance(kind, AnyFloat | IntegerType)
     return kind.bitwidth
 
@@ -107,7 +126,8 @@ class BatchType(ParametrizedAttribute, TypeAttribute):
 
 @irdl_attr_definition
 class KVType(ParametrizedAttribute, TypeAttribute):
-    """The KV cache of one layer. `window` w means key j is visible to query i while i - j < w.
+    """The KV cache of one layer. `window` w means key j is visible to query i while i - j < w. With `values` n only K is
+    kept, and the first n features of a key are its value (latent attention).
 
     The dtype is a compute dtype, or FP8 (f8E4M3FN, f8E5M2, f8E4M3FNUZ): then K and V are rounded to nearest even as
     they are appended, what is larger than the largest finite number becomes that number, and there is no scale.
@@ -119,10 +139,29 @@ class KVType(ParametrizedAttribute, TypeAttribute):
     head_dim: IntAttr
     dtype: Attribute
     window: IntAttr | NoneAttr
+    values: IntAttr | NoneAttr
 
     @staticmethod
-    def get(kv_heads: int, head_dim: int, dtype: Attribute, window: int | None = None) -> KVType:
-        return KVType(IntAttr(kv_heads), IntAttr(head_dim), dtype, NoneAttr() if window is None else IntAttr(window))
+    def get(
+        kv_heads: int, head_dim: int, dtype: Attribute, window: int | None = None, values: int | None = None
+    ) -> KVType:
+        optional = [NoneAttr() if part is None else IntAttr(part) for part in (window, values)]
+        return KVType(IntAttr(kv_heads), IntAttr(head_dim), dtype, *optional)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether only K is kept."""
+        return isinstance(self.values, IntAttr)
+
+    @property
+    def value_features(self) -> int:
+        """Features of a value."""
+        return self.values.data if isinstance(self.values, IntAttr) else self.head_dim.data
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes."""
+        return (1 if self.is_latent else 2) * self.kv_heads.data * self.head_dim.data * dtype_bytes(self.dtype)
 
     @property
     def is_fp8(self) -> bool:
@@ -138,6 +177,8 @@ class KVType(ParametrizedAttribute, TypeAttribute):
             raise VerifyException("kv_heads and head_dim must be positive")
         if self.window_tokens is not None and self.window_tokens < 1:
             raise VerifyException("a window must be positive; leave it out for full attention")
+        if not 0 < self.value_features <= self.head_dim.data:
+            raise VerifyException(f"{self.value_features} features of a key of {self.head_dim.data} cannot be its value")
         if not is_dtype(self.dtype) and not self.is_fp8:
             raise VerifyException(f"KV dtype {self.dtype} is not one of {', '.join(DTYPES | FP8)}")
 
@@ -146,6 +187,8 @@ class KVType(ParametrizedAttribute, TypeAttribute):
         printer.print_attribute(self.dtype)
         if self.window_tokens is not None:
             printer.print_string(f", window {self.window_tokens}")
+        if self.is_latent:
+            printer.print_string(f", values {self.value_features}")
         printer.print_string(">")
 
     @classmethod
@@ -157,10 +200,14 @@ class KVType(ParametrizedAttribute, TypeAttribute):
             parser.parse_shape_delimiter()
             dtype = parser.parse_type()
             window: Attribute = NoneAttr()
-            if parser.parse_optional_punctuation(",") is not None:
-                parser.parse_keyword("window")
-                window = IntAttr(parser.parse_integer(allow_boolean=False, allow_negative=False))
-        return [IntAttr(kv_heads), IntAttr(head_dim), dtype, window]
+            values: Attribute = NoneAttr()
+            while parser.parse_optional_punctuation(",") is not None:
+                if parser.parse_optional_keyword("values") is not None:
+                    values = IntAttr(parser.parse_integer(allow_boolean=False, allow_negative=False))
+                else:
+                    parser.parse_keyword("window")
+                    window = IntAttr(parser.parse_integer(allow_boolean=False, allow_negative=False))
+        return [IntAttr(kv_heads), IntAttr(head_dim), dtype, window, values]
 
 
 @irdl_attr_definition

@@ -8,11 +8,11 @@ from typing import Literal
 
 Encoding = Literal[
     "float32", "float16", "bfloat16",
-    "e4m3fn", "e5m2", "e4m3fnuz", "e8m0", "e2m1", "nf4", "i8", "u8", "i32", "u4",
+    "e4m3fn", "e5m2", "e4m3fnuz", "e8m0", "e2m1", "nf4", "i8", "u8", "i32", "i64", "u4",
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
 ]  # fmt: skip
 
-Packing = Literal["plain", "gptq", "awq"]
+Packing = Literal["plain", "high", "gptq", "awq"]
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,22 @@ class WeightRef:
         rows: which rows of the stored tensor it is; None for all of them as they stand. They are taken after the
             transposition. Of a stack (experts, rows, columns) each matrix is stored so.
         transposed: the matrix (each, of a stack) is stored as (in, out).
-        packing: how 4-bit codes stand in int32 words; `plain` is row-major, and the only one of other encodings. `gptq`
-            has 8 codes of one column of a stored (in, out) matrix in a word, the lowest first; `awq` 8 codes of one row
-            of it, in the order 0, 2, 4, 6, 1, 3, 5, 7. Both mean the weight (out, in) that the codes stand for.
+        packing: how codes stand in the file; `plain` is row-major, and the only one of encodings that no other names.
+            `high` (4 bits) is row-major with the high half of a byte first. `gptq` (u4 and u8) has the 8 or 4 codes of
+            one column of a stored (in, out) matrix in an int32 word, the lowest first; `awq` (u4) 8 codes of one row of
+            it, in the order 0, 2, 4, 6, 1, 3, 5, 7. Both mean the weight (out, in) that the codes stand for.
         scale: the tensor of scales: one for each `block`, row-major, whatever its own shape.
         block: rows and columns of the matrix that share a scale; 0 means all of them.
-        zero: what is subtracted from a code before it is scaled: a number, or a tensor laid out as the scale is.
+        zero: what is subtracted from a code before it is scaled: a number, or a tensor laid out as the scale is, of
+            floats or of whole numbers in any encoding and packing.
         outer: a tensor of one number that every scale is multiplied by.
+        group_of: an i32 tensor that says for each column which group of columns it belongs to (0 is the first column
+            of the scales), where groups are not neighbours: GPTQ in the order of activations.
+        book: a float32 tensor of the numbers that codes stand for, for u8 codes that are no numbers themselves: scales
+            of bitsandbytes. Such a scale has a `scale` and a `block` of its own: of the one row of all its codes.
+        reciprocal, factor, shift: what the numbers of a scale, a zero or an outer scale mean, in float32: x is the one
+            stored (its own scale applied), or 1 / x; the number is `factor * x + shift`. A stored scale is positive and
+            finite; with a shift it may come out otherwise.
         stack: the matrices of a weight (len(stack), out, in) that are stored one by one. The stack's own offset and
             nbytes are 0 then, and its file and encoding are those of the first.
     """
@@ -81,20 +90,29 @@ class WeightRef:
     block: tuple[int, int] | None = None
     zero: WeightRef | int | None = None
     outer: WeightRef | None = None
+    group_of: WeightRef | None = None
+    book: WeightRef | None = None
+    reciprocal: bool = False
+    factor: float = 1.0
+    shift: float = 0.0
     stack: tuple[WeightRef, ...] = ()
 
 
+_PARTS = ("scale", "zero", "outer", "group_of", "book")
+
+
 def parts(ref: WeightRef) -> tuple[WeightRef, ...]:
-    """The byte ranges of a weight: its own, its scale's, its zeros', its outer scale's; of a stack those of each."""
+    """The byte ranges of a weight: its own, then those of its scale, zeros and so on; of a stack those of each."""
     if ref.stack:
         return tuple(part for member in ref.stack for part in parts(member))
-    return tuple(part for part in (ref, ref.scale, ref.zero, ref.outer) if isinstance(part, WeightRef))
+    inner = (getattr(ref, name) for name in _PARTS)
+    return (ref, *(part for item in inner if isinstance(item, WeightRef) for part in parts(item)))
 
 
 def map_parts(ref: WeightRef, change: Callable[[WeightRef], WeightRef]) -> WeightRef:
     """The weight with `change` made to each of its `parts`, and to a stack itself."""
     if ref.stack:
         return replace(change(ref), stack=tuple(map_parts(member, change) for member in ref.stack))
-    scale, outer = (None if part is None else change(part) for part in (ref.scale, ref.outer))
-    zero = change(ref.zero) if isinstance(ref.zero, WeightRef) else ref.zero
-    return replace(change(ref), scale=scale, zero=zero, outer=outer)
+    inner = {name: getattr(ref, name) for name in _PARTS}
+    changed = {name: map_parts(item, change) for name, item in inner.items() if isinstance(item, WeightRef)}
+    return replace(change(ref), **changed)

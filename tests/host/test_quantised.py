@@ -248,4 +248,4 @@ def test_bytes_are_those_of_the_parts(code: str, block: tuple[int, int]) -> None
         {0: 1}.get(part, len(range(0, size, part or size))) for part, size in zip(block, shape, strict=True)
     )
     assert kind.scale_shape(shape) == (rows, columns)
-    assert tensor_bytes(tensor(shape, kind)) == 7 * 8 * (0.5 if code == "u4" else 1) + rows * columns * 6
+    assert tensor_bytes(tensor(shape, kind)) == 7 * 8 * (0.5 if code in ("u4", "e2m1", "nf4") else 1) + rows * columns * 6
