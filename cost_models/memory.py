@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,10 +22,16 @@ from plait.cost_models.tables import Floats, slice_maxima, slice_sums
 from plait.spec import Device, MemoryEstimate, Workload
 
 
-def keeps_quantised(device: Device) -> bool:
-    """Whether quantised weights are held as they are stored: FP8, which is what checkpoints bring, by a GPU that
-    multiplies it. Any other device is taken to dequantise them: that is more."""
-    return device.backend in ("cuda", "rocm") and "fp8" in device.peak_flops_per_s
+#: Codes that every GPU computes with, and those of FP8, which some do.
+_EVERY_GPU, _FP8 = ("i8", "u4"), ("e4m3fn", "e4m3fnuz")
+
+
+def keeps_quantised(device: Device, code: str) -> bool:
+    """Whether quantised weights are held as they are stored: 8- and 4-bit integers by a GPU, FP8 by one that multiplies
+    it. Any other device is taken to dequantise them: that is more."""
+    if device.backend not in ("cuda", "rocm"):
+        return False
+    return code in _EVERY_GPU or (code in _FP8 and "fp8" in device.peak_flops_per_s)
 
 
 def capacity_bytes(device: Device) -> int:
@@ -34,26 +40,31 @@ def capacity_bytes(device: Device) -> int:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Memory of every slice of a model under a workload; the device brings capacity and reserve."""
+    """Memory of every slice of a model under a workload; the device brings capacity and reserve.
+
+    `held`: device id -> the model as it is quantised for that device; the others hold `profile`.
+    """
 
     profile: ModelProfile
     workload: Workload
     page_tokens: int
     max_step_tokens: int
+    held: Mapping[str, ModelProfile] = field(default_factory=dict)
 
     @cached_property
     def weights(self) -> Floats:
         """[start, end) -> bytes, as they are stored."""
         return _each_once([unit.weights for unit in self.profile.units])
 
-    @cached_property
-    def dequantised(self) -> Floats:
-        """[start, end) -> bytes more where quantised weights are held in the model's dtype."""
-        return _each_once([unit.dequantised for unit in self.profile.units])
-
     def weights_on(self, device: Device) -> Floats:
-        """[start, end) -> bytes on a device."""
-        return self.weights if keeps_quantised(device) else self.weights + self.dequantised
+        """[start, end) -> bytes on a device, in the model's dtype where it does not keep them as they are stored."""
+        model = self.held.get(device.id, self.profile)
+        wide = [
+            [(name, size) for name, size, code in unit.dequantised if not keeps_quantised(device, code)]
+            for unit in model.units
+        ]
+        stored = self.weights if model is self.profile else _each_once([unit.weights for unit in model.units])
+        return stored + _each_once(wide) if any(wide) else stored
 
     @cached_property
     def kv(self) -> Floats:

@@ -17,7 +17,7 @@ from plait.ir.facts import Cost, Step
 from plait.ir.module import block_count, ops
 from plait.ir.ops import CACHING, SCORING, LogitsOp, OpaqueOp, PlaitOp, WeightOp
 from plait.ir.quant import held_dtype
-from plait.ir.types import QuantType, dtype_bytes, dtype_name, tensor_bytes
+from plait.ir.types import Quant, dtype_bytes, dtype_name, tensor_bytes
 from plait.spec import ring_pages
 
 #: Of one element; what is computed in has more.
@@ -70,11 +70,11 @@ class UnitFacts:
 @dataclass(frozen=True)
 class Unit:
     """`weights` are (name, bytes) of the tensors it uses; a name in two units is one tensor (a tied embedding).
-    `dequantised` are (name, more bytes) of the quantised ones, where a backend holds them in the model's dtype."""
+    `dequantised` are (name, more bytes, code) of the quantised ones, where a backend holds them in the model's dtype."""
 
     facts: UnitFacts
     weights: tuple[tuple[str, int], ...]
-    dequantised: tuple[tuple[str, int], ...] = ()
+    dequantised: tuple[tuple[str, int, str], ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -165,11 +165,15 @@ def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProf
                 activation_bytes_per_token=int(unit.facts.activation_bytes_per_token * ratio),
             )
         # What is quantised stays as it is stored; where it is dequantised, that changes.
-        more = dict(unit.dequantised)
+        more = {name: (size, code) for name, size, code in unit.dequantised}
         return Unit(
             facts,
             tuple((name, size if name in more else int(size * ratio)) for name, size in unit.weights),
-            tuple((name, int((size + more[name]) * ratio) - size) for name, size in unit.weights if name in more),
+            tuple(
+                (name, int((size + more[name][0]) * ratio) - size, more[name][1])
+                for name, size in unit.weights
+                if name in more
+            ),
         )
 
     return replace(
@@ -208,10 +212,10 @@ def _numbered(module: ModuleOp, count: int) -> Iterator[tuple[PlaitOp, int]]:
 
 def _weights(
     module: ModuleOp, number: dict[PlaitOp, int], units: int
-) -> list[tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]]:
+) -> list[tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int, str], ...]]]:
     """The tensors each unit uses, in the order of the module, and the quantised among them: `Unit`'s fields."""
     held: list[list[tuple[str, int]]] = [[] for _ in range(units)]
-    more: list[list[tuple[str, int]]] = [[] for _ in range(units)]
+    more: list[list[tuple[str, int, str]]] = [[] for _ in range(units)]
     for op in ops(module):
         if not isinstance(op, WeightOp):
             continue
@@ -222,8 +226,8 @@ def _weights(
         users = {number[use.operation] for use in op.result.uses if isinstance(use.operation, PlaitOp)}
         for unit in sorted(users):
             held[unit].append((op.symbol.data, size))
-            if isinstance(kind.element_type, QuantType):
-                more[unit].append((op.symbol.data, wide))
+            if isinstance(kind.element_type, Quant):
+                more[unit].append((op.symbol.data, wide, kind.element_type.code_name))
     return [(tuple(stored), tuple(beside)) for stored, beside in zip(held, more, strict=True)]
 
 

@@ -97,7 +97,7 @@ _OBJECTIVE = {"throughput": _throughput, "latency": _latency, "capacity": _capac
 def _dominating(tables: Tables, device: Device, start: int, end: int, busy: float) -> str:
     problem = tables.problem
     at = rates(device, problem.profile.dtype)
-    facts = [unit.facts for unit in problem.profile.blocks[start:end]]
+    facts = [unit.facts for unit in problem.profile_on(device).blocks[start:end]]
     kind = "memory" if memory_bound(facts[0], (decode_step(problem.workload),), at) else "compute"
     kind_at = (kind_index(tables, device), start, end)
     decode, prefill = float(tables.decode.stage[kind_at]), float(tables.prefill.stage[kind_at])

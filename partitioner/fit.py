@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from plait.cost_models.memory import MemoryModel, capacity_bytes
-from plait.cost_models.profile import at_element_bytes, with_fp8_kv
+from plait.cost_models.memory import capacity_bytes
+from plait.cost_models.profile import ModelProfile, at_element_bytes, with_fp8_kv
 from plait.errors import FitError, PlanError
 from plait.partitioner.predict import Stage
 from plait.partitioner.problem import Problem, nobody_holds
@@ -85,7 +85,7 @@ def error_for(found: Tables, stages: list[Stage], hint: str = "") -> FitError:
 def fits(problem: Problem) -> bool:
     """Whether any plan fits the memory; no time is looked at."""
     kinds = kinds_of(problem)
-    memory = MemoryModel(problem.profile, problem.workload, problem.page_tokens, problem.max_step_tokens)
+    memory = problem.memory
     room = np.stack([memory.needed(kind.first) <= capacity_bytes(kind.first) for kind in kinds])
     size = problem.blocks + 1
     nothing = Measure(np.zeros(room.shape), np.zeros((len(kinds), len(kinds), size)))
@@ -107,15 +107,22 @@ def _would_fit(problem: Problem) -> Iterator[str]:
     half = _HALF.get(problem.profile.dtype)
     if half and all(half[0] in d.peak_flops_per_s for d in problem.devices):
         name, ratio = half
-        if fits(replace(problem, profile=at_element_bytes(problem.profile, ratio, name), capabilities={})):
+        if fits(replace(_changed(problem, lambda model: at_element_bytes(model, ratio, name)), capabilities={})):
             yield f"dtype {name}"
     wide = not any(kv.is_fp8 for unit in problem.profile.blocks for kv in unit.facts.kv)
-    if wide and fits(replace(problem, profile=with_fp8_kv(problem.profile))):
+    if wide and fits(_changed(problem, with_fp8_kv)):
         yield "kv_dtype fp8"
     for kind in {device.name: device for device in problem.devices}.values():
         more = _how_many_more(problem, kind)
         if more:
             yield f"{more} more {kind.name}"
+
+
+def _changed(problem: Problem, change: Callable[[ModelProfile], ModelProfile]) -> Problem:
+    """The problem of a changed model, on every device."""
+    changed = {id(model): change(model) for model in problem.held.values()}  # devices alike share one model
+    held = {name: changed[id(model)] for name, model in problem.held.items()}
+    return replace(problem, profile=change(problem.profile), held=held)
 
 
 def _largest_context(problem: Problem) -> int:
@@ -155,7 +162,8 @@ def _how_many_more(problem: Problem, kind: Device) -> int | None:
         extra = tuple(replace(kind, id=f"more.{i}", host=f"more{i}") for i in range(more))
         cluster = replace(problem.cluster, devices=(*problem.cluster.devices, *extra))
         allowed = None if problem.allowed is None else (*problem.allowed, *(d.id for d in extra))
-        if fits(replace(problem, cluster=cluster, allowed=allowed)):
+        held = {**problem.held, **{d.id: problem.profile_on(kind) for d in extra}}
+        if fits(replace(problem, cluster=cluster, allowed=allowed, held=held)):
             return more
     return None
 

@@ -58,7 +58,7 @@ def busy_s(tables: Tables, stages: Sequence[Stage]) -> list[float]:
 def _slice(tables: Tables, stages: Sequence[Stage], i: int) -> PlannedSlice:
     device, start, end = stages[i]
     problem, at = tables.problem, (kind_index(tables, device), start, end)
-    nominal = unit_times(problem.profile, device, problem.workload, problem.max_step_tokens, nominal=True)
+    nominal = unit_times(problem.profile_on(device), device, problem.workload, problem.max_step_tokens, nominal=True)
     tokens = float(tables.kv_tokens[at])
     return PlannedSlice(
         devices=(device.id,),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plait.cost_models.catalogue import check_device
+from plait.cost_models.memory import MemoryModel
 from plait.cost_models.profile import ModelProfile
 from plait.errors import PlanError, UnsupportedError, UserError, did_you_mean
 from plait.spec import Capability, Cluster, Device, Objective, Workload
@@ -27,6 +28,7 @@ class Problem:
         allowed: device ids that may be used; None allows all.
         capabilities: device id -> what its backend can do; a device that refuses an op does not get its block.
         layers: exact numbers of blocks for the devices in the cluster's order (0 leaves one out): no search at all.
+        held: device id -> the same model as it is quantised for this device; the others hold `profile`.
     """
 
     profile: ModelProfile
@@ -40,6 +42,16 @@ class Problem:
     allowed: tuple[str, ...] | None = None
     capabilities: Mapping[str, Capability] = field(default_factory=dict)
     layers: tuple[int, ...] | None = None
+    held: Mapping[str, ModelProfile] = field(default_factory=dict)
+
+    def profile_on(self, device: Device) -> ModelProfile:
+        """The model as the device holds it."""
+        return self.held.get(device.id, self.profile)
+
+    @property
+    def memory(self) -> MemoryModel:
+        """What slices need."""
+        return MemoryModel(self.profile, self.workload, self.page_tokens, self.max_step_tokens, self.held)
 
     @property
     def blocks(self) -> int:

@@ -89,13 +89,13 @@ class Tables:
 def tables(problem: Problem) -> Tables:
     """Raises UserError where the cluster knows no path between two devices."""
     kinds = kinds_of(problem)
-    memory = MemoryModel(problem.profile, problem.workload, problem.page_tokens, problem.max_step_tokens)
+    memory = problem.memory
     size = problem.blocks + 1
     prefill, decode = (np.zeros((len(kinds), size, size)) for _ in range(2))
     for k, kind in enumerate(kinds):
         if not kind.first.peak_flops_per_s.get(problem.profile.dtype):
             continue  # nothing is allowed there, so its times do not matter
-        unit = unit_times(problem.profile, kind.first, problem.workload, problem.max_step_tokens)
+        unit = unit_times(problem.profile_on(kind.first), kind.first, problem.workload, problem.max_step_tokens)
         prefill[k] = slice_sums(unit.prefill_s) + unit.prefill_overhead_s
         decode[k] = slice_sums(unit.decode_s) + unit.decode_overhead_s
     return Tables(
@@ -123,6 +123,7 @@ def kinds_of(problem: Problem) -> tuple[Kind, ...]:
             repr(replace(device, id="", host="")),  # its dicts cannot be hashed
             "" if device.host in alone and device.host not in named else device.host,
             device.id if device.id in pinned or device.id in named else "",
+            id(problem.profile_on(device)),
             None if capability is None else (capability.dtypes, tuple(capability.refused.items())),
         ].append(device)
     return tuple(Kind(tuple(group)) for group in groups.values())

@@ -25,7 +25,7 @@ from plait.present import accelerators
 from plait.runtime.pipeline import Pipeline as TokenPipeline
 from plait.runtime.request import Request
 from plait.runtime.sampler import SamplingParams
-from plait.spec import Manifest, ManifestSlice, Plan, parts
+from plait.spec import Device, Manifest, ManifestSlice, Plan, parts
 from plait.words import bytes_text
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
             planned,
             planned.memory.weights_bytes
             + planned.memory.kv_bytes
-            + (_dequantised_bytes(artifact, part) if keeps_quantised(devices[planned.devices[0]]) else 0),
+            + _dequantised_bytes(artifact, part, devices[planned.devices[0]]),
         )
         for planned, part in zip(artifact.plan.slices, artifact.manifest.slices, strict=True)
         if planned.memory is not None and (part.backend == "cpu" or is_emulated(part.runs_on))
@@ -223,10 +223,10 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
     )
 
 
-def _dequantised_bytes(artifact: artifacts.Artifact, part: ManifestSlice) -> int:
+def _dequantised_bytes(artifact: artifacts.Artifact, part: ManifestSlice, device: Device) -> int:
     """What a slice takes here beside what a device that keeps weights quantised would take: the host does not."""
     refs = read_weights_json(artifact.folder / part.folder / "weights.json").values()
-    stored = [ref for ref in refs if ref.scale is not None]
+    stored = [ref for ref in refs if ref.scale is not None and keeps_quantised(device, ref.encoding)]
     wide = sum(prod(ref.shape) for ref in stored) * NUMPY[part.dtype].itemsize
     return wide - sum(piece.nbytes for ref in stored for piece in parts(ref))
 

@@ -9,7 +9,7 @@ from plait.spec.codec import digest, from_dict, from_json, from_yaml, to_dict, t
 from plait.spec.estimate import Cause, Estimate, MemoryEstimate
 from plait.spec.kv import KVLayout, kv_class, ring_pages
 from plait.spec.manifest import FORMAT_VERSION, Boundary, Manifest, ManifestSlice
-from plait.spec.plan import IdleDevice, Objective, Plan, PlannedSlice, Prediction
+from plait.spec.plan import IdleDevice, Objective, Plan, PlannedSlice, Prediction, QuantKind
 from plait.spec.target import Target, parse_target, parse_targets
 from plait.spec.weight import Encoding, Packing, Piece, Rows, WeightRef, map_parts, parts
 from plait.spec.workload import WORKLOADS, Workload
@@ -36,6 +36,7 @@ __all__ = [
     "Plan",
     "PlannedSlice",
     "Prediction",
+    "QuantKind",
     "Rows",
     "Support",
     "Target",

@@ -1,7 +1,8 @@
 """Plans: slices placed on devices, the numbers predicted for them and the causes.
 
 `plan.yaml` is meant to be read and edited. What a hand-written plan decides is `dtype`, `page_tokens`, the workload
-and, for each slice, `devices` and `blocks`; everything marked predicted below is computed again when it is read.
+and, for each slice, `devices`, `blocks`, `quantize` and `group_size`; everything marked predicted below is computed again
+when it is read.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from plait.spec.workload import Workload
 
 Objective = Literal["throughput", "latency", "capacity"]
 
+#: What weights can be quantised to by compile; see `plait.ir.quantise`.
+QuantKind = Literal["int8", "int4", "fp8"]
+
 
 @dataclass(frozen=True)
 class PlannedSlice:
     """Blocks `[start, end)` on one group. The embedding goes with block 0, the final norm and the head with the last.
+
+    `quantize`: what the linears of its blocks are quantised to; None leaves them as the checkpoint has them.
+    `group_size`: neighbours of a row that share a scale then; 0 the whole row; None the kind's own.
 
     Predicted: `memory`, `prefill_s` (the workload's prompt, one request), `decode_s` (one step at the workload's
     concurrency), `hop_s` (decode boundary to the next slice), `kv_tokens` (KV tokens that fit beside the weights),
@@ -33,6 +40,8 @@ class PlannedSlice:
     hop_s: Estimate | None = None
     kv_tokens: int | None = None
     cause: Cause | None = None
+    quantize: QuantKind | None = None
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
