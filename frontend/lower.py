@@ -20,7 +20,7 @@ from plait.frontend.quantisation import STATIC_SCALES
 from plait.ir import weights
 from plait.ir.ops import LinearOp
 from plait.ir.quant import GGUF, quant_type, quantise_types
-from plait.ir.types import QuantType
+from plait.ir.types import Quant
 from plait.spec import WeightRef
 
 _COMPARE_BYTES = 1 << 24
@@ -84,13 +84,13 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     return reasons
 
 
-def _stored(stored: Mapping[str, WeightRef]) -> dict[str, QuantType]:
+def _stored(stored: Mapping[str, WeightRef]) -> dict[str, Quant]:
     """The matrices that are stored quantised, and how."""
-    kinds = {name: quant_type(ref) for name, ref in stored.items() if len(ref.shape) == 2}
+    kinds = {name: quant_type(ref) for name, ref in stored.items() if len(ref.shape) > 1}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
-def _quantised(config: DecoderConfig, module: ModuleOp) -> dict[str, QuantType]:
+def _quantised(config: DecoderConfig, module: ModuleOp) -> Mapping[str, Quant]:
     """What a config alone says: every linear but the modules it skips. The dtype of scales is not known; float32 is the
     largest."""
     said = config.quantisation

@@ -17,12 +17,12 @@ from xdsl.utils.exceptions import ParseError, VerifyException
 from plait.errors import VerifyError
 from plait.ir.convention import ConventionError, check_convention
 from plait.ir.ops import OPS
-from plait.ir.types import BatchType, KVType, NF4Type, QuantType
+from plait.ir.types import BatchType, KVType, NF4Type, PackedType, QuantType
 
 #: Comments and whole string literals, as xDSL knows them.
 _SKIPPED = re.compile(r'''//[^\n]*|"(?:[^"\\\n\v\f]|\\(?:["nt\\]|[0-9A-Fa-f]{2}))*"''')
 
-Plait = Dialect("plait", list(OPS), [BatchType, KVType, NF4Type, QuantType])
+Plait = Dialect("plait", list(OPS), [BatchType, KVType, NF4Type, PackedType, QuantType])
 
 
 def context() -> Context:

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from xdsl.ir import Attribute
 
-from plait.ir.types import CODE_MAX, QuantType, dtype_name
+from plait.ir.types import CODE_MAX, PackedType, QuantType, dtype_name
 
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
 
-#: NumPy's dtype of every compute dtype, scale and code. 4-bit codes are 0 .. 15, one in a byte.
+#: NumPy's dtype of every compute dtype, scale, code and order. 4-bit codes are 0 .. 15, one in a byte.
 NUMPY: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -28,6 +28,8 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "nf4": np.dtype(np.uint8),
     "i8": np.dtype(np.int8),
     "u8": np.dtype(np.uint8),
+    "i32": np.dtype(np.int32),
+    "i64": np.dtype(np.int64),
     "u4": np.dtype(np.uint8),
 }
 
@@ -67,11 +69,13 @@ def saturate(values: Float64, kind: Attribute) -> Float64:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A quantised weight (rows, columns) as arrays; `plait.ir.types.QuantType` says what they mean.
+    """A quantised weight (..., rows, columns) as arrays; `plait.ir.types.QuantType` says what they mean.
 
     Attributes:
-        codes: (rows, columns), FP8 (ml_dtypes), int8, or uint8 that hold 0 .. 15.
+        codes: (..., rows, columns): FP8 (ml_dtypes), int8, uint8, or uint8 that hold 0 .. 15.
         scale: as `QuantType.scale_shape` says; so are `zero` and `minimum`, where the type has them as tensors.
+        outer: float32 (...), one for each matrix, where the type has it.
+        order: int32 (..., columns), the group of each column, where the type has it.
     """
 
     kind: QuantType
@@ -79,19 +83,52 @@ class Quantised:
     scale: Array
     zero: Array | None = None
     minimum: Array | None = None
+    outer: Array | None = None
+    order: Array | None = None
 
     def __post_init__(self) -> None:
-        shape = self.kind.scale_shape(self.codes.shape)
-        assert self.codes.dtype == NUMPY[self.kind.code_name], f"codes are {self.codes.dtype}, not {self.kind}"
-        parts = ((self.scale, self.kind.scale_dtype), (self.zero, self.kind.zero_dtype))
-        for part, dtype in (*parts, (self.minimum, self.kind.minimum_dtype)):
-            assert (part is None) == (dtype is None), f"{self.kind}"
+        kind, shape, matrices = self.kind, self.kind.scale_shape(self.codes.shape), self.codes.shape[:-2]
+        assert self.codes.dtype == NUMPY[kind.code_name], f"codes are {self.codes.dtype}, not {kind}"
+        for part, dtype, wanted in (
+            (self.scale, kind.scale_dtype, shape),
+            (self.zero, kind.zero_dtype, shape),
+            (self.minimum, kind.minimum_dtype, shape),
+            (self.outer, "float32" if kind.has_outer else None, matrices),
+            (self.order, "i32" if kind.is_ordered else None, (*matrices, self.codes.shape[-1])),
+        ):
+            assert (part is None) == (dtype is None), f"{kind}"
             if part is not None and dtype is not None:
-                assert (part.shape, part.dtype) == (shape, NUMPY[dtype]), f"{part.shape} {part.dtype}: {self.kind}"
+                assert (part.shape, part.dtype) == (wanted, NUMPY[dtype]), f"{part.shape} {part.dtype}: {kind}"
 
     def values(self, dtype: type[np.floating[Any]] = np.float64) -> Array:
         """The weight's values, computed in `dtype`: exact in float64."""
-        return dequantise(self.kind, self.codes, self.scale, self.zero, self.minimum, dtype=dtype)
+        if self.codes.ndim > 2:
+            return np.stack([self.matrix(index).values(dtype) for index in range(len(self.codes))])
+        return dequantise(
+            self.kind, self.codes, self.scale, self.zero, self.minimum, self.outer, self.order, dtype=dtype
+        )
+
+    def matrix(self, index: int) -> Quantised:
+        """One of a stack."""
+        parts = (self.codes, self.scale, self.zero, self.minimum, self.outer, self.order)
+        codes, scale, *rest = (None if part is None else np.asarray(part[index]) for part in parts)
+        assert codes is not None and scale is not None, "the type says so"
+        return Quantised(self.kind, codes, scale, *rest)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight in GGUF's blocks: uint8 (..., rows, bytes of a row); `plait.ir.types.PackedType` says what they mean."""
+
+    kind: PackedType
+    raw: NDArray[np.uint8]
+
+    def values(self, dtype: type[np.floating[Any]] = np.float64) -> Array:
+        """The weight's values: float32 ones, as the `gguf` package has them, held in `dtype`."""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        return np.asarray(dequantize(self.raw, GGMLQuantizationType[self.kind.encoding])).astype(dtype)
 
 
 def dequantise(
@@ -100,16 +137,21 @@ def dequantise(
     scale: Array,
     zero: Array | None = None,
     minimum: Array | None = None,
+    outer: Array | None = None,
+    order: Array | None = None,
     *,
     first: int = 0,
     dtype: type[np.floating[Any]] = np.float64,
 ) -> Array:
-    """The values of rows from `first` on, computed in `dtype`; `codes` are of these rows alone, the rest is whole."""
+    """The values of rows of a matrix from `first` on, computed in `dtype`; `codes` are of these rows alone, the rest is
+    whole."""
     count, columns = codes.shape
     down, across = (
         np.arange(at, at + size) // (part or at + size)
         for at, size, part in zip((first, 0), (count, columns), kind.block, strict=True)
     )
+    if order is not None:
+        across = order
 
     def spread(part: Array) -> Array:
         return np.asarray(part.astype(dtype)[down][:, across])
@@ -119,7 +161,7 @@ def dequantise(
         out -= dtype(kind.zero_point)
     if zero is not None:
         out -= spread(zero)
-    out *= spread(scale)
+    out *= spread(scale) if outer is None else spread(scale.astype(dtype) * outer.astype(dtype))
     if minimum is not None:
         out += spread(minimum)
     return out

@@ -11,25 +11,47 @@ from xdsl.rewriter import Rewriter
 from plait.ir.dialect import verify
 from plait.ir.module import weights
 from plait.ir.ops import WeightOp
-from plait.ir.types import CODES, DTYPES, QuantType, is_dtype, tensor
+from plait.ir.quant_type import PACKED
+from plait.ir.types import CODES, DTYPES, SCALES, PackedType, Quant, QuantType, is_dtype, tensor
 from plait.spec import WeightRef
 
-GGUF = {
+GGUF: dict[str, Quant] = {
     "Q8_0": QuantType.get("i8", "float16", (1, 32)),
     "Q4_0": QuantType.get("u4", "float16", (1, 32), zero=8),
     "Q4_1": QuantType.get("u4", "float16", (1, 32), minimum="float16"),
+    "MXFP4": QuantType.get("e2m1", "e8m0", (1, 32)),
+    **{name: PackedType.get(name) for name in PACKED},
 }
 """What GGUF's blocks are."""
 
 
-def quant_type(ref: WeightRef) -> QuantType | None:
-    """The element type of a tensor as it is stored; None where it is not quantised, or where codes have no scale."""
+def quant_type(ref: WeightRef) -> Quant | None:
+    """The element type of a tensor as it is stored; None where it is not quantised, or where codes have no scale.
+
+    Zeros that are stored as whole numbers are float16, which holds them exactly. A scale that is quantised itself, or
+    that is changed by a factor or a shift, is float32.
+    """
+    if ref.stack:
+        kinds = {quant_type(member) for member in ref.stack}
+        return kinds.pop() if len(kinds) == 1 else None
     if ref.encoding in GGUF:
         return GGUF[ref.encoding]
-    if ref.encoding not in CODES or ref.scale is None or ref.block is None or ref.scale.encoding not in DTYPES:
+    scale, zero = ref.scale, ref.zero
+    if ref.encoding not in CODES or scale is None or ref.block is None:
         return None
-    zero = ref.zero.encoding if isinstance(ref.zero, WeightRef) else ref.zero
-    return QuantType.get(ref.encoding, ref.scale.encoding, ref.block, zero=zero)
+    plain = scale.scale is None and (scale.reciprocal, scale.factor, scale.shift) == (False, 1.0, 0.0)
+    dtype = scale.encoding if plain else "float32"
+    if dtype not in SCALES:
+        return None
+    whole = "float16" if isinstance(zero, WeightRef) and zero.encoding not in DTYPES else None
+    return QuantType.get(
+        ref.encoding,
+        dtype,
+        ref.block,
+        zero=whole or (zero.encoding if isinstance(zero, WeightRef) else zero),
+        outer=ref.outer is not None,
+        ordered=ref.group_of is not None,
+    )
 
 
 def held_dtype(op: WeightOp) -> Attribute:
@@ -41,7 +63,7 @@ def held_dtype(op: WeightOp) -> Attribute:
     return found
 
 
-def quantise_types(module: ModuleOp, kinds: Mapping[str, QuantType]) -> None:
+def quantise_types(module: ModuleOp, kinds: Mapping[str, Quant]) -> None:
     """Give weights of a module quantised element types, by name. What is computed with them keeps its dtype.
 
     Raises VerifyError where an op takes no quantised weight.

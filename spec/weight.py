@@ -98,14 +98,11 @@ class WeightRef:
     stack: tuple[WeightRef, ...] = ()
 
 
-_PARTS = ("scale", "zero", "outer", "group_of", "book")
-
-
 def parts(ref: WeightRef) -> tuple[WeightRef, ...]:
     """The byte ranges of a weight: its own, then those of its scale, zeros and so on; of a stack those of each."""
     if ref.stack:
         return tuple(part for member in ref.stack for part in parts(member))
-    inner = (getattr(ref, name) for name in _PARTS)
+    inner = (ref.scale, ref.zero, ref.outer, ref.group_of, ref.book)
     return (ref, *(part for item in inner if isinstance(item, WeightRef) for part in parts(item)))
 
 
@@ -113,6 +110,15 @@ def map_parts(ref: WeightRef, change: Callable[[WeightRef], WeightRef]) -> Weigh
     """The weight with `change` made to each of its `parts`, and to a stack itself."""
     if ref.stack:
         return replace(change(ref), stack=tuple(map_parts(member, change) for member in ref.stack))
-    inner = {name: getattr(ref, name) for name in _PARTS}
-    changed = {name: map_parts(item, change) for name, item in inner.items() if isinstance(item, WeightRef)}
-    return replace(change(ref), **changed)
+
+    def within(part: WeightRef | None) -> WeightRef | None:
+        return None if part is None else map_parts(part, change)
+
+    return replace(
+        change(ref),
+        scale=within(ref.scale),
+        zero=within(ref.zero) if isinstance(ref.zero, WeightRef) else ref.zero,
+        outer=within(ref.outer),
+        group_of=within(ref.group_of),
+        book=within(ref.book),
+    )

@@ -11,7 +11,7 @@ from xdsl.irdl import irdl_op_definition, prop_def, result_def
 
 from plait.ir.facts import Cost, Step
 from plait.ir.ops.base import Float64, PlaitOp, properties, require, require_dtype
-from plait.ir.types import QuantType, Tensor
+from plait.ir.types import Quant, Tensor
 
 
 @irdl_op_definition
@@ -39,7 +39,7 @@ class WeightOp(PlaitOp):
         # xDSL reads a literal that is not ASCII as bytes, no longer as text.
         require(bool(self.symbol.data) and self.symbol.data.isascii(), "a weight has a name in ASCII")
         require(all(dim > 0 for dim in kind.get_shape()), "a weight has a static, non-empty shape, not {}", kind)
-        if isinstance(kind.element_type, QuantType):
+        if isinstance(kind.element_type, Quant):
             problem = kind.element_type.problem(kind.get_shape())
             require(problem is None, "{}: {}", kind, problem)
         else:

@@ -17,7 +17,7 @@ from plait.errors import CheckpointError
 from plait.ir import weights
 from plait.ir.numbers import NUMPY, Quantised
 from plait.ir.quant import quant_type
-from plait.ir.types import QuantType
+from plait.ir.types import Quant
 from plait.spec import WeightRef
 
 Array = NDArray[Any]
@@ -113,7 +113,7 @@ def quantised(plan: LaunchPlan, module: ModuleOp) -> dict[str, str]:
     """What a report says of quantised weights: how many are held as they are stored, and how many as numbers; nothing
     where there are none."""
     kinds = {name: op.result.type.element_type for name, op in weights(module).items()}
-    formats = {name: str(kind) for name, kind in kinds.items() if isinstance(kind, QuantType)}
+    formats = {name: str(kind) for name, kind in kinds.items() if isinstance(kind, Quant)}
     if not formats:
         return {}
     kept = {name for weight in plan.weights.values() if weight.part == "codes" for name in weight.names}

@@ -152,7 +152,9 @@ def _stacks(kind: QuantType | None, weights: Sequence[SSAValue]) -> bool:
 def _matrix(d: Draft, weights: Sequence[SSAValue], dtype: str) -> _Matrix:
     kind = _kind(weights[0])
     shapes = _shapes(weights)
-    found = None if kind is None else _fp8(kind, d.arch, len(weights)) or _integer(kind)
+    # No kernel knows a scale of scales, or groups of columns that are no neighbours.
+    plain = kind is not None and not (kind.has_outer or kind.is_ordered)
+    found = None if kind is None or not plain else _fp8(kind, d.arch, len(weights)) or _integer(kind)
     if kind is None or found is None:
         return _Matrix("gemm", {"w": d.weight(values(weights, dtype))}, {})
     names, text = _names(weights), str(kind)
