@@ -16,22 +16,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from xdsl.ir import Attribute
 
 from plait.cost_models.profile import ModelProfile, UnitFacts
 from plait.cost_models.tables import Floats, slice_maxima, slice_sums
+from plait.ir.types import QuantType
 from plait.spec import Device, MemoryEstimate, Workload
-
 
 #: Codes that every GPU computes with, and those of FP8, which some do.
 _EVERY_GPU, _FP8 = ("i8", "u4"), ("e4m3fn", "e4m3fnuz")
 
 
-def keeps_quantised(device: Device, code: str) -> bool:
-    """Whether quantised weights are held as they are stored: 8- and 4-bit integers by a GPU, FP8 by one that multiplies
-    it. Any other device is taken to dequantise them: that is more."""
-    if device.backend not in ("cuda", "rocm"):
+def keeps_quantised(device: Device, kind: Attribute) -> bool:
+    """Whether quantised weights are held as they are stored: 8- and 4-bit integers without a minimum by a GPU, FP8 by
+    one that multiplies it. Any other device is taken to dequantise them: that is more."""
+    if device.backend not in ("cuda", "rocm") or not isinstance(kind, QuantType) or kind.minimum_dtype is not None:
         return False
-    return code in _EVERY_GPU or (code in _FP8 and "fp8" in device.peak_flops_per_s)
+    return kind.code_name in _EVERY_GPU or (kind.code_name in _FP8 and "fp8" in device.peak_flops_per_s)
 
 
 def capacity_bytes(device: Device) -> int:
@@ -60,7 +61,7 @@ class MemoryModel:
         """[start, end) -> bytes on a device, in the model's dtype where it does not keep them as they are stored."""
         model = self.held.get(device.id, self.profile)
         wide = [
-            [(name, size) for name, size, code in unit.dequantised if not keeps_quantised(device, code)]
+            [(name, size) for name, size, kind in unit.dequantised if not keeps_quantised(device, kind)]
             for unit in model.units
         ]
         stored = self.weights if model is self.profile else _each_once([unit.weights for unit in model.units])

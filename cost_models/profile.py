@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
+from xdsl.ir import Attribute
 
 from plait.ir.facts import Cost, Step
 from plait.ir.module import block_count, ops
@@ -70,11 +71,12 @@ class UnitFacts:
 @dataclass(frozen=True)
 class Unit:
     """`weights` are (name, bytes) of the tensors it uses; a name in two units is one tensor (a tied embedding).
-    `dequantised` are (name, more bytes, code) of the quantised ones, where a backend holds them in the model's dtype."""
+    `dequantised` are (name, more bytes, element type) of the quantised ones, where a backend holds them in the model's
+    dtype."""
 
     facts: UnitFacts
     weights: tuple[tuple[str, int], ...]
-    dequantised: tuple[tuple[str, int, str], ...] = ()
+    dequantised: tuple[tuple[str, int, Attribute], ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -165,7 +167,7 @@ def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProf
                 activation_bytes_per_token=int(unit.facts.activation_bytes_per_token * ratio),
             )
         # What is quantised stays as it is stored; where it is dequantised, that changes.
-        more = {name: (size, code) for name, size, code in unit.dequantised}
+        more = {name: (size, kind) for name, size, kind in unit.dequantised}
         return Unit(
             facts,
             tuple((name, size if name in more else int(size * ratio)) for name, size in unit.weights),
@@ -212,10 +214,10 @@ def _numbered(module: ModuleOp, count: int) -> Iterator[tuple[PlaitOp, int]]:
 
 def _weights(
     module: ModuleOp, number: dict[PlaitOp, int], units: int
-) -> list[tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int, str], ...]]]:
+) -> list[tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int, Attribute], ...]]]:
     """The tensors each unit uses, in the order of the module, and the quantised among them: `Unit`'s fields."""
     held: list[list[tuple[str, int]]] = [[] for _ in range(units)]
-    more: list[list[tuple[str, int, str]]] = [[] for _ in range(units)]
+    more: list[list[tuple[str, int, Attribute]]] = [[] for _ in range(units)]
     for op in ops(module):
         if not isinstance(op, WeightOp):
             continue
@@ -227,7 +229,7 @@ def _weights(
         for unit in sorted(users):
             held[unit].append((op.symbol.data, size))
             if isinstance(kind.element_type, Quant):
-                more[unit].append((op.symbol.data, wide, kind.element_type.code_name))
+                more[unit].append((op.symbol.data, wide, kind.element_type))
     return [(tuple(stored), tuple(beside)) for stored, beside in zip(held, more, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """Numbers to codes: weights quantised to the nearest code, with a scale for each row or each group of a row.
 
-A weight becomes `(code - zero) * scale`, as `plait.ir.types.QuantType` says. The scale is the smallest that every number
-of its group fits, so nothing is cut off. Where it is known how large the inputs of a linear are, smaller scales are
+A weight becomes `(code - zero) * scale`, as `plait.ir.types.QuantType` says. The scale is the smallest that all numbers
+of its group fit, so nothing is cut off. Where it is known how large the inputs of a linear are, smaller scales are
 tried too: they cut off the largest numbers and round all others more finely.
 """
 
@@ -91,7 +91,7 @@ def quantise(values: Array, kind: QuantType, importance: Array | None = None) ->
 
     Args:
         importance: (columns,), how much the squared error of a column counts: the mean square of that input. Each
-            group then takes of `RATIOS * scale` the one with the least `sum(importance * error^2)`, the first of equals.
+            group then takes of `RATIOS * scale` the one with the least `sum(importance * error^2)`, the first if equal.
     """
     rows, columns = values.shape
     size = kind.block[1] or columns

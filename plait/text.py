@@ -21,6 +21,7 @@ from plait.cost_models.memory import keeps_quantised
 from plait.errors import FitError, UsageError, did_you_mean
 from plait.frontend.tokenizer import Tokenizer
 from plait.ir.numbers import NUMPY
+from plait.ir.quant import quant_type
 from plait.present import accelerators
 from plait.runtime.pipeline import Pipeline as TokenPipeline
 from plait.runtime.request import Request
@@ -226,7 +227,8 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
 def _dequantised_bytes(artifact: artifacts.Artifact, part: ManifestSlice, device: Device) -> int:
     """What a slice takes here beside what a device that keeps weights quantised would take: the host does not."""
     refs = read_weights_json(artifact.folder / part.folder / "weights.json").values()
-    stored = [ref for ref in refs if ref.scale is not None and keeps_quantised(device, ref.encoding)]
+    kinds = [(ref, quant_type(ref)) for ref in refs]
+    stored = [ref for ref, kind in kinds if kind is not None and keeps_quantised(device, kind)]
     wide = sum(prod(ref.shape) for ref in stored) * NUMPY[part.dtype].itemsize
     return wide - sum(piece.nbytes for ref in stored for piece in parts(ref))
 
