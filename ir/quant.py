@@ -13,7 +13,7 @@ from plait.ir.module import weights
 from plait.ir.ops import WeightOp
 from plait.ir.quant_type import PACKED
 from plait.ir.types import CODES, DTYPES, SCALES, PackedType, Quant, QuantType, is_dtype, tensor
-from plait.spec import WeightRef
+from plait.spec import Rows, WeightRef
 
 GGUF: dict[str, Quant] = {
     "Q8_0": QuantType.get("i8", "float16", (1, 32)),
@@ -29,7 +29,8 @@ def quant_type(ref: WeightRef) -> Quant | None:
     """The element type of a tensor as it is stored; None where it is not quantised, or where codes have no scale.
 
     Zeros that are stored as whole numbers are float16, which holds them exactly. A scale that is quantised itself, or
-    that is changed by a factor or a shift, is float32.
+    that is changed by a factor or a shift, is float32. Where `rows` tear blocks of rows apart, each row has the scales
+    of its block.
     """
     if ref.stack:
         kinds = {quant_type(member) for member in ref.stack}
@@ -47,11 +48,20 @@ def quant_type(ref: WeightRef) -> Quant | None:
     return QuantType.get(
         ref.encoding,
         dtype,
-        ref.block,
+        _block(ref.block, ref.rows),
         zero=whole or (zero.encoding if isinstance(zero, WeightRef) else zero),
         outer=ref.outer is not None,
         ordered=ref.group_of is not None,
     )
+
+
+def _block(block: tuple[int, int], rows: Rows | None) -> tuple[int, int]:
+    down, across = block
+    if rows is None or down < 2:
+        return block
+    places = [(piece.start, piece.count) for piece in rows.pieces]
+    whole = not any(size % down for place in (*places, (rows.stride, 0)) for size in place)
+    return block if whole and not any(piece.pairs for piece in rows.pieces) else (1, across)
 
 
 def held_dtype(op: WeightOp) -> Attribute:
