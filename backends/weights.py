@@ -7,7 +7,7 @@ whatever the encoding. Nothing is clipped or repaired: a number that does not su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from plait.errors import CheckpointError, UserError, did_you_mean
 from plait.ir.numbers import NUMPY, dequantise
 from plait.ir.types import CODES
 from plait.ir.types import DTYPES as COMPUTE_DTYPES
-from plait.spec import WeightRef, from_json, to_json
+from plait.spec import WeightRef, from_json, map_parts, to_json
 
 Array = NDArray[Any]
 
@@ -55,6 +55,10 @@ def read_weight(ref: WeightRef, dtype: str, root: Path | None = None) -> Array:
     return out.reshape(ref.shape)
 
 
+BESIDE = "./"
+"""How the name of a file begins that lies beside weights.json, wherever the checkpoint is."""
+
+
 @dataclass(frozen=True)
 class _WeightList:
     weights: tuple[WeightRef, ...]
@@ -67,8 +71,17 @@ def weights_json(refs: Iterable[WeightRef]) -> str:
 
 
 def read_weights_json(path: Path) -> dict[str, WeightRef]:
-    """The inverse of `weights_json`: by tensor name. Raises UserError where a field is wrong."""
-    return {ref.name: ref for ref in from_json(_WeightList, path.read_text()).weights}
+    """The inverse of `weights_json`: by tensor name. Files that lie `BESIDE` it come back with absolute paths.
+
+    Raises UserError where a field is wrong.
+    """
+    folder = path.parent.absolute()
+
+    def found(part: WeightRef) -> WeightRef:
+        beside = part.file.startswith(BESIDE)
+        return replace(part, file=str(folder / part.file.removeprefix(BESIDE))) if beside else part
+
+    return {ref.name: map_parts(ref, found) for ref in from_json(_WeightList, path.read_text()).weights}
 
 
 def _decoder(ref: WeightRef, root: Path | None) -> Callable[[int, NDArray[np.uint8]], Array]:
