@@ -2,142 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.backends.ranges import chunks, matrix, row_order
-from plait.errors import CheckpointError
-from plait.ir.numbers import NUMPY, Quantised
+from plait.backends.codes import BLOCKS, check_finite, read_elements
+from plait.backends.ranges import read_bytes, taken
+from plait.backends.scales import read_scales
+from plait.ir.numbers import NUMPY, Packed, Quantised
 from plait.ir.quant import quant_type
-from plait.ir.types import FP8, QuantType
+from plait.ir.types import PackedType, QuantType
 from plait.spec import WeightRef
 
 Array = NDArray[Any]
 
-_HALF = np.dtype("<f2")
-#: The fields of GGUF's blocks of 32 codes (ggml-common.h). Byte j of 4-bit codes holds code j low and code j + 16 high.
-BLOCKS: dict[str, np.dtype[Any]] = {
-    "Q8_0": np.dtype([("scale", _HALF), ("codes", "i1", 32)]),
-    "Q4_0": np.dtype([("scale", _HALF), ("codes", "u1", 16)]),
-    "Q4_1": np.dtype([("scale", _HALF), ("minimum", _HALF), ("codes", "u1", 16)]),
-}
 
-
-def read_quantised(ref: WeightRef, root: Path | None = None) -> Quantised:
-    """The codes, scales, zeros and minima of a quantised weight, exactly as stored; rope pairs of rows as halves.
+def read_quantised(ref: WeightRef, root: Path | None = None) -> Quantised | Packed:
+    """A quantised weight exactly as it is stored, of `quant_type(ref)`, with the rows that `ref.rows` takes. Of a stack
+    (..., rows, columns) of matrices every array has the dimensions in front.
 
     Raises:
         CheckpointError: as `plait.backends.weights.read_weight` says.
     """
+    if ref.stack:
+        return _stacked([read_quantised(member, root) for member in ref.stack])
     return _read_blocks(ref, root) if ref.encoding in BLOCKS else _read_codes(ref, root)
 
 
+def _stacked(members: list[Quantised | Packed]) -> Quantised | Packed:
+    names = [field.name for field in fields(members[0]) if field.name != "kind"]
+    parts = {name: [getattr(member, name) for member in members] for name in names}
+    whole: dict[str, Any] = {name: None if part[0] is None else np.stack(part) for name, part in parts.items()}
+    return replace(members[0], **whole)
+
+
 def _read_codes(ref: WeightRef, root: Path | None) -> Quantised:
-    kind, scale, zero = read_scales(ref, root)
-    codes = np.empty(matrix(ref), NUMPY[kind.code_name])
-    for first, raw in chunks(ref, root):
-        part = to_codes(raw, ref)
-        codes[first : first + len(part)] = part
-    order = row_order(ref)
-    if order is None:
-        return Quantised(kind, codes, scale, zero)
-    assert kind.block[0] in (0, 1), "rows that share a scale keep their order"
-    return Quantised(kind, _ordered(codes, order), _ordered(scale, order), _ordered(zero, order))
+    stored, kind = read_scales(ref, root), quant_type(ref)
+    assert isinstance(kind, QuantType), "it has scales"
+    lead, shape = ref.shape[:-2], ref.shape if len(ref.shape) > 1 else (*ref.shape, 1)
+    parts = stored.of_rows(taken(ref), kind.block[0])
+    numbers: dict[str, Any] = {
+        name: None if part is None else part.reshape(*lead, *part.shape[1:]) for name, part in parts.items()
+    }
+    return Quantised(kind, read_elements(ref, root).reshape(shape), **numbers)
 
 
-def _read_blocks(ref: WeightRef, root: Path | None) -> Quantised:
-    kind, (rows, columns), fields = quant_type(ref), matrix(ref), BLOCKS[ref.encoding]
-    assert kind is not None
-    blocks = np.empty((rows, columns // 32), fields)
-    for first, raw in chunks(ref, root):
-        part = raw.view(fields).reshape(-1, columns // 32)
-        blocks[first : first + len(part)] = part
-    order = row_order(ref)
-    if order is not None:
-        blocks[order] = blocks.copy()
+def _read_blocks(ref: WeightRef, root: Path | None) -> Quantised | Packed:
+    kind, shape = quant_type(ref), ref.shape if len(ref.shape) > 1 else (1, *ref.shape)
+    raw = read_bytes(ref, root, taken(ref), partial(check_finite, ref=ref))
+    raw = raw.reshape(*shape[:-1], raw.shape[-1])
+    if isinstance(kind, PackedType):
+        return Packed(kind, raw)
+    assert isinstance(kind, QuantType), f"{ref.encoding} is a format of blocks"
+    blocks = raw.view(BLOCKS[ref.encoding])
     stored = blocks["codes"]
     codes = stored if ref.encoding == "Q8_0" else np.concatenate([stored & 15, stored >> 4], axis=-1)
-    numbers = {name: np.ascontiguousarray(blocks[name]) for name in fields.names or () if name != "codes"}
-    if not all(np.isfinite(values).all() for values in numbers.values()):
-        raise CheckpointError(
-            "weight-not-finite", f"{ref.name!r} in {ref.file} holds NaN or infinity", hint="the checkpoint is damaged"
-        )
-    return Quantised(kind, np.ascontiguousarray(codes).reshape(rows, columns), **numbers)
-
-
-def _ordered(part: Any, order: NDArray[np.intp]) -> Any:
-    """Rows put where they belong; what is one for all rows stays."""
-    if part is None or len(part) != len(order):
-        return part
-    out = np.empty_like(part)
-    out[order] = part
-    return out
-
-
-def read_scales(ref: WeightRef, root: Path | None) -> tuple[QuantType, Array, Array | None]:
-    """What a weight of codes is, its scales and its zeros, each as `QuantType.scale_shape` says.
-
-    Raises:
-        CheckpointError: `weight-scale`: there is no scale, it has another shape than the weight asks for, or a scale is
-            zero, negative, infinite or NaN; all of them tell of a scale that was lost or cast too narrow.
-    """
-    kind = quant_type(ref)
-    if kind is None or ref.scale is None:
-        raise CheckpointError(
-            "weight-scale",
-            f"{ref.name!r} holds {ref.encoding} codes without a scale",
-            why="codes mean nothing without their scale",
-            hint="compile again",
-        )
-    scale = _scales(ref, ref.scale, kind, root)
-    wide = scale.astype(np.float32)
-    good = np.isfinite(wide) & (wide > 0)
-    if not good.all():
-        raise CheckpointError(
-            "weight-scale",
-            f"{ref.scale.name!r}, the scale of {ref.name!r}, holds {wide[~good][0]:g}",
-            why="a scale is positive and finite",
-            hint="the checkpoint is damaged",
-        )
-    zero = _scales(ref, ref.zero, kind, root) if isinstance(ref.zero, WeightRef) else None
-    if zero is not None and not np.isfinite(zero).all():
-        raise CheckpointError("weight-scale", f"the zeros of {ref.name!r} hold NaN or infinity")
-    return kind, scale, zero
-
-
-def _scales(ref: WeightRef, part: WeightRef, kind: QuantType, root: Path | None) -> Array:
-    shape = kind.scale_shape(matrix(ref))
-    if np.prod(shape) != np.prod(part.shape):
-        raise CheckpointError(
-            "weight-scale",
-            f"{part.name!r} has the shape {list(part.shape)}",
-            why=f"{ref.name!r} of {list(ref.shape)} in {kind} takes {list(shape)}",
-        )
-    raw = np.concatenate([np.empty(0, np.uint8), *(chunk for _, chunk in chunks(part, root))])
-    return raw.view(NUMPY[part.encoding]).reshape(shape)
-
-
-def to_codes(raw: NDArray[np.uint8], ref: WeightRef) -> Array:
-    """Bytes of whole rows to codes (rows, columns), one in each element.
-
-    Raises CheckpointError `weight-not-finite` where an FP8 code is NaN or infinity.
-    """
-    _, columns = matrix(ref)
-    if ref.encoding == "u4":
-        packed = raw.reshape(-1, columns // 2)
-        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1, columns)
-    codes = raw.view(NUMPY[ref.encoding]).reshape(-1, columns)
-    if ref.encoding in FP8 and not np.isfinite(codes).all():
-        raise CheckpointError(
-            "weight-not-finite",
-            f"{ref.name!r} in {ref.file} holds FP8 codes that are NaN or infinity",
-            why="a cast without a clamp writes them",
-            hint="the checkpoint is damaged",
-        )
-    return codes
+    numbers = {name: np.ascontiguousarray(blocks[name]) for name in blocks.dtype.names or () if name != "codes"}
+    return Quantised(kind, np.ascontiguousarray(codes).reshape(shape), **numbers)
 
 
 def pack_u4(codes: Array) -> NDArray[np.uint8]:

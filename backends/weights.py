@@ -1,13 +1,15 @@
 """Weights of a checkpoint as arrays: the one place where stored weights become numbers.
 
-A tensor is read and converted in chunks of rows, so reading one takes its own size in the compute dtype plus a chunk,
-whatever the encoding. Nothing is clipped or repaired: a number that does not survive is an error naming the tensor.
+A tensor of the wanted dtype is read right into its place; any other is converted in chunks. So reading one takes its
+own size in the wanted dtype plus a chunk, whatever the encoding. Nothing is clipped or repaired: a number that does not
+survive is an error naming the tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +17,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.backends.quantised import read_scales, to_codes
-from plait.backends.ranges import chunks, matrix, row_order
+from plait.backends.codes import BLOCKS, check_finite, finite, unpack
+from plait.backends.ranges import Chunk, Layout, chunks, layout, put, read_bytes, taken
+from plait.backends.scales import read_scales
 from plait.errors import CheckpointError, UserError, did_you_mean
-from plait.ir.numbers import NUMPY, dequantise
-from plait.ir.types import CODES
+from plait.ir.numbers import NUMPY
 from plait.ir.types import DTYPES as COMPUTE_DTYPES
 from plait.spec import WeightRef, from_json, map_parts, to_json
 
@@ -28,31 +30,78 @@ Array = NDArray[Any]
 DTYPES: dict[str, np.dtype[Any]] = {name: NUMPY[name] for name in COMPUTE_DTYPES}
 
 
-def read_weight(ref: WeightRef, dtype: str, root: Path | None = None) -> Array:
+def read_weight(ref: WeightRef, dtype: str, root: Path | None = None, out: Array | None = None) -> Array:
     """The tensor of `ref` as an array of `ref.shape` in `dtype` (float32, float16, bfloat16), rounded to nearest even.
 
-    Quantised tensors are dequantised in float32, and then rounded once: Q4_0, Q4_1 and Q8_0 exactly as the `gguf`
-    package does it, codes with a scale of their own as `plait.ir.types.QuantType` says. Rows stored as rope pairs
-    (`ref.rows`) come back as halves. Values too small for `dtype` become zero, as rounding says.
+    Quantised tensors are dequantised in float32, and then rounded once: GGUF's blocks exactly as the `gguf` package
+    does it, codes with a scale of their own as `plait.ir.types.QuantType` says. Values too small for `dtype` become
+    zero, as rounding says.
 
     Args:
         root: folder that a relative `ref.file` is relative to.
+        out: the array to fill, contiguous; a new one where not given.
 
     Raises:
         CheckpointError: `weight-file` (absent, shorter than the range), `weight-range` (the range does not fit the
             shape), `weight-not-finite` (NaN or infinity is stored), `weight-scale` (codes without a scale, or with one
-            that is not positive and finite), `weight-overflow` (a value too large for `dtype`).
+            that is none), `weight-overflow` (a value too large for `dtype`).
     """
+    out = _place(ref.shape, dtype, out)
+    _fill(out, [ref], dtype, root)
+    return out
+
+
+def read_stacked(refs: Sequence[WeightRef], dtype: str, root: Path | None = None, out: Array | None = None) -> Array:
+    """Weights one behind the other along their first dimension, as `read_weight` reads each. Neighbours that are rows
+    of one stored tensor (fused q, k and v) are read together, each byte once."""
+    out = _place((sum(ref.shape[0] for ref in refs), *refs[0].shape[1:]), dtype, out)
+    start = 0
+    for group in _together(refs):
+        end = start + sum(ref.shape[0] for ref in group)
+        _fill(out[start:end], group, dtype, root)
+        start = end
+    return out
+
+
+def _place(shape: tuple[int, ...], dtype: str, out: Array | None) -> Array:
     if dtype not in DTYPES:
         raise UserError("dtype", f"{dtype!r} is not a compute dtype", hint=did_you_mean(dtype, DTYPES))
-    order, decode = row_order(ref), _decoder(ref, root)
-    rows, columns = matrix(ref)
-    out = np.empty((rows, columns), DTYPES[dtype])
-    for first, raw in chunks(ref, root):
-        values = _cast(decode(first, raw).reshape(-1, columns), DTYPES[dtype], ref)
-        last = first + len(values)
-        out[slice(first, last) if order is None else order[first:last]] = values
-    return out.reshape(ref.shape)
+    if out is None:
+        return np.empty(shape, DTYPES[dtype])
+    assert (out.shape, out.dtype) == (shape, DTYPES[dtype]) and out.flags.c_contiguous, f"{out.shape} for {shape}"
+    return out
+
+
+def _together(refs: Sequence[WeightRef]) -> list[list[WeightRef]]:
+    """Weights, with those in one list that are rows of one stored tensor and follow one another."""
+    groups: list[list[WeightRef]] = []
+    for ref in refs:
+        last = groups[-1][0] if groups else None
+        same = last is not None and replace(ref, name=last.name, shape=last.shape, rows=last.rows) == last
+        if same and ref.rows is not None and len(ref.shape) < 3:
+            groups[-1].append(ref)
+        else:
+            groups.append([ref])
+    return groups
+
+
+def _fill(out: Array, refs: Sequence[WeightRef], dtype: str, root: Path | None) -> None:
+    """Read weights that are rows of one stored tensor; a single one need not be."""
+    ref = refs[0]
+    if ref.stack:
+        for member, part in zip(ref.stack, out, strict=True):
+            read_weight(member, dtype, root, part)
+        return
+    form, *_ = [layout(member) for member in refs]
+    every = [rows for member in refs if (rows := taken(member)) is not None]
+    rows = np.concatenate(every) if every else None
+    place = out.reshape(form.matrices, form.rows if rows is None else len(rows), form.width)
+    if ref.encoding == dtype and form.is_plain:
+        read_bytes(ref, root, rows, partial(check_finite, ref=ref), place.view(np.uint8))
+        return
+    multiple, decode = _decoder(ref, form, root)
+    for chunk in chunks(ref, root, rows, multiple):
+        put(place[chunk.matrix], _cast(decode(chunk), dtype, ref), chunk.first, form, rows)
 
 
 BESIDE = "./"
@@ -84,45 +133,64 @@ def read_weights_json(path: Path) -> dict[str, WeightRef]:
     return {ref.name: map_parts(ref, found) for ref in from_json(_WeightList, path.read_text()).weights}
 
 
-def _decoder(ref: WeightRef, root: Path | None) -> Callable[[int, NDArray[np.uint8]], Array]:
-    """From the first row of a chunk and its bytes to numbers: in the stored dtype, or in float32 where quantised."""
+def _decoder(ref: WeightRef, form: Layout, root: Path | None) -> tuple[int, Callable[[Chunk], Array]]:
+    """What turns a chunk into numbers (rows, columns) of the weight, in the stored dtype or in float32 where quantised;
+    and of how many columns a chunk must be a multiple, where it is one of columns.
+
+    Raises CheckpointError; so does what it returns."""
+    if ref.encoding in BLOCKS:
+        return 1, lambda chunk: _blocks(chunk, ref)
     if ref.encoding in DTYPES:
-        return lambda first, raw: raw.view(DTYPES[ref.encoding])
-    if ref.encoding in CODES:
-        kind, scale, zero = read_scales(ref, root)
+        return 1, lambda chunk: _checked(unpack(chunk.raw, ref, form), ref)
+    scales = read_scales(ref, root)
 
-        def scaled(first: int, raw: NDArray[np.uint8]) -> Array:
-            with np.errstate(over="ignore"):
-                return dequantise(kind, to_codes(raw, ref), scale, zero, first=first, dtype=np.float32)
+    def scaled(chunk: Chunk) -> Array:
+        codes = _checked(unpack(chunk.raw, ref, form), ref)
+        row, column = (0, chunk.first) if form.transposed else (chunk.first, 0)
+        return scales.values(codes, chunk.matrix, row, column)
 
-        return scaled
+    return scales.kind.block[1] or form.lines * form.line_rows, scaled
+
+
+def _checked(elements: Array, ref: WeightRef) -> Array:
+    check_finite(elements, ref)
+    return elements
+
+
+def _blocks(chunk: Chunk, ref: WeightRef) -> Array:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # A block is 32 values; the package wants rows, and blocks do not depend on each other.
-    return lambda first, raw: np.asarray(dequantize(raw[None, :], GGMLQuantizationType[ref.encoding])).reshape(-1)
+    check_finite(chunk.raw, ref)
+    # As one row: the package takes few rows at once, and blocks do not depend on each other.
+    values = dequantize(chunk.raw.reshape(1, -1), GGMLQuantizationType[ref.encoding])
+    return np.asarray(values).reshape(len(chunk.raw), -1)
 
 
-def _cast(stored: Array, dtype: np.dtype[Any], ref: WeightRef) -> Array:
-    # Of codes and scales it is known that they are finite: only their product may be too large.
-    if ref.encoding not in CODES and not np.isfinite(stored).all():
-        raise CheckpointError(
-            "weight-not-finite", f"{ref.name!r} in {ref.file} holds NaN or infinity", hint="the checkpoint is damaged"
-        )
-    if stored.dtype == dtype and ref.encoding not in CODES:
+def _cast(stored: Array, dtype: str, ref: WeightRef) -> Array:
+    """Finite numbers in another dtype. Codes and scales are finite, their product may be too large even for float32."""
+    if stored.dtype == DTYPES[dtype] and ref.encoding in DTYPES:
         return stored
     # Through float32, which holds every stored value exactly: one rounding only.
-    wide = stored.astype(np.float32, copy=False)
+    wide = (
+        _half_values()[stored.view(np.uint16)] if stored.dtype == np.float16 else stored.astype(np.float32, copy=False)
+    )
     with np.errstate(over="ignore"):
-        values: Array = wide.astype(dtype)
-    if not np.isfinite(values).all():
+        values: Array = wide.astype(DTYPES[dtype], copy=False)
+    if not finite(values, dtype):
         raise CheckpointError(
             "weight-overflow",
-            f"{ref.name!r} holds {np.abs(wide).max():g}, too large for {dtype.name}",
-            why=f"the largest {dtype.name} is {_largest(dtype):g}",
+            f"{ref.name!r} holds {np.abs(wide).max():g}, too large for {dtype}",
+            why=f"the largest {dtype} is {_largest(DTYPES[dtype]):g}",
             hint="compile with --dtype bfloat16 or float32",
         )
     return values
+
+
+@cache
+def _half_values() -> NDArray[np.float32]:
+    """float32 of each float16, by its bits: looking them up is four times as fast as NumPy's conversion."""
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 def _largest(dtype: np.dtype[Any]) -> float:

@@ -51,7 +51,9 @@ class Reader:
 
     def _quantised(self, ref: WeightRef) -> Quantised:
         if self._last is None or self._last[0] != ref.name:
-            self._last = ref.name, read_quantised(ref, self._root)
+            stored = read_quantised(ref, self._root)
+            assert isinstance(stored, Quantised), f"{ref.name!r}: no kernel computes in {stored.kind}"
+            self._last = ref.name, stored
         return self._last[1]
 
 
