@@ -20,6 +20,7 @@ from plait.frontend.families import read_config
 from plait.frontend.files import TensorFiles, parse_json, read_json, read_text
 from plait.frontend.locate import INDEX_SUFFIX, find, index_of
 from plait.frontend.quantisation import join_scales
+from plait.frontend.quantisation.modelopt import from_file
 from plait.spec import WeightRef
 
 
@@ -159,7 +160,7 @@ _OPENERS: dict[str, Callable[[Path, Path | None], Checkpoint]] = {
 
 
 def _read_config_file(path: Path) -> DecoderConfig:
-    return read_config(read_json(path), str(path))
+    return read_config(from_file(path.parent, read_json(path)), str(path))
 
 
 def _checkpoint(

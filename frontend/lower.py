@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp, TensorType
 
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.checkpoint import Checkpoint
 from plait.frontend.config import DecoderConfig
 from plait.frontend.exported import ProgramConfig, build_program
 from plait.frontend.families import family
 from plait.frontend.families.decoder import EMBEDDING, LM_HEAD
 from plait.frontend.files import some, unreadable
-from plait.frontend.quantisation import STATIC_SCALES
+from plait.frontend.safetensors import ENCODINGS
 from plait.ir import weights
 from plait.ir.ops import LinearOp
 from plait.ir.quant import GGUF, quant_type, quantise_types
-from plait.ir.types import Quant
+from plait.ir.types import DTYPES, Quant
 from plait.spec import WeightRef
 
 _COMPARE_BYTES = 1 << 24
@@ -64,9 +64,11 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     needed = {name: _shape(op.result.type) for name, op in weights(module).items()}
     _check_missing(checkpoint, stored, needed)
     _check_shapes(stored, needed)
+    _check_dtypes(checkpoint, stored, needed)
     harmless = family(checkpoint.family).harmless
-    if checkpoint.config.quantisation is not None and checkpoint.config.quantisation.static:
-        harmless = harmless | STATIC_SCALES
+    said = checkpoint.config.quantisation
+    if said is not None:
+        harmless = {**harmless, **said.harmless}
     reasons: dict[str, str] = {}
     for name in stored.keys() - needed.keys():
         if checkpoint.config.tied and name == LM_HEAD:
@@ -74,6 +76,8 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
             reasons[name] = f"tied: equal to {EMBEDDING}"
         elif reason := next((why for pattern, why in harmless.items() if re.fullmatch(pattern, name)), None):
             reasons[name] = reason
+        elif said is not None and name.endswith(".bias") and _is_zero(stored[name]):
+            reasons[name] = "a bias of zeros, which writers of quantised weights add"
     if strange := stored.keys() - needed.keys() - reasons.keys():
         raise CheckpointError(
             "tensor-unused",
@@ -101,7 +105,7 @@ def _quantised(config: DecoderConfig, module: ModuleOp) -> Mapping[str, Quant]:
         for name, op in weights(module).items()
         if any(isinstance(use.operation, LinearOp) and use.index == 1 for use in op.result.uses)
     }
-    return {name: said.type_of() for name in linear if not said.skips(name.removesuffix(".weight"))}
+    return {name: said.kind() for name in linear if not said.skips(name.removesuffix(".weight"))}
 
 
 def _shape(kind: object) -> tuple[int, ...]:
@@ -133,6 +137,28 @@ def _check_shapes(stored: Mapping[str, WeightRef], needed: Mapping[str, tuple[in
             why=f"{first!r} is {list(stored[first].shape)} in the file and {list(needed[first])} by the config",
             hint="does the config belong to these weights? check head_dim, heads and vocab_size",
         )
+
+
+def _check_dtypes(
+    checkpoint: Checkpoint, stored: Mapping[str, WeightRef], needed: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Whole numbers that no config explains are no weights."""
+    for name in sorted(needed):
+        ref = stored[name]
+        if ref.encoding not in (*DTYPES, *GGUF) and quant_type(ref) is None:
+            words = {encoding: dtype for dtype, (encoding, _) in ENCODINGS.items()}
+            raise UnsupportedError(
+                "dtype-unsupported",
+                f"{checkpoint.name}: {name!r} is stored as {words.get(ref.encoding, ref.encoding)}",
+                why="no op takes weights of this dtype, and no quantization_config says what they mean",
+            )
+
+
+def _is_zero(ref: WeightRef) -> bool:
+    return not any(
+        _bytes(ref, start, min(_COMPARE_BYTES, ref.nbytes - start)).any()
+        for start in range(0, ref.nbytes, _COMPARE_BYTES)
+    )
 
 
 def _check_tied(embedding: WeightRef, head: WeightRef, read: bool) -> None:

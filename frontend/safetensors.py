@@ -27,14 +27,19 @@ ENCODINGS: dict[str, tuple[Encoding, int]] = {
     "F8_E4M3": ("e4m3fn", 1),
     "F8_E5M2": ("e5m2", 1),
     "F8_E4M3FNUZ": ("e4m3fnuz", 1),
+    "F8_E8M0": ("e8m0", 1),
+    "I8": ("i8", 1),
+    "U8": ("u8", 1),
+    "I32": ("i32", 4),
+    "I64": ("i64", 8),
 }
-"""safetensors dtype -> encoding and bytes of one element. FP8 means nothing without scales: see `quantisation`."""
+"""safetensors dtype -> encoding and bytes of one element. Codes mean nothing without scales: see `quantisation`."""
 
 _NOT_A_WEIGHT = "no op of a supported family takes weights of this dtype"
 REFUSED = {
-    **dict.fromkeys(("F8_E8M0", "F8_E5M2FNUZ"), "no format that plait reads is made of it"),
-    **dict.fromkeys(("F4", "F6_E2M3", "F6_E3M2"), "packed formats below 8 bits are not read"),
-    **dict.fromkeys(("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"), _NOT_A_WEIGHT),
+    "F8_E5M2FNUZ": "no format that plait reads is made of it",
+    **dict.fromkeys(("F4", "F6_E2M3", "F6_E3M2"), "packed formats below 8 bits are read from bytes (U8) only"),
+    **dict.fromkeys(("BOOL", "U16", "I16", "U32", "U64", "F64", "C64"), _NOT_A_WEIGHT),
 }
 """Known dtypes that are refused, with the reason."""
 

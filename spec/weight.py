@@ -12,7 +12,7 @@ Encoding = Literal[
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
 ]  # fmt: skip
 
-Packing = Literal["plain", "high", "gptq", "awq"]
+Packing = Literal["plain", "high", "gptq", "down", "awq"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class WeightRef:
         packing: how codes stand in the file; `plain` is row-major, and the only one of encodings that no other names.
             `high` (4 bits) is row-major with the high half of a byte first. `gptq` (u4 and u8) has the 8 or 4 codes of
             one column of a stored (in, out) matrix in an int32 word, the lowest first; `awq` (u4) 8 codes of one row of
-            it, in the order 0, 2, 4, 6, 1, 3, 5, 7. Both mean the weight (out, in) that the codes stand for.
+            it, in the order 0, 2, 4, 6, 1, 3, 5, 7. Both mean the weight (out, in) that the codes stand for. `down` is
+            `gptq` of a matrix that is stored as it is.
         scale: the tensor of scales: one for each `block`, row-major, whatever its own shape.
         block: rows and columns of the matrix that share a scale; 0 means all of them.
         zero: what is subtracted from a code before it is scaled: a number, or a tensor laid out as the scale is, of
