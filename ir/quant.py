@@ -73,8 +73,8 @@ def held_dtype(op: WeightOp) -> Attribute:
     return found
 
 
-def quantise_types(module: ModuleOp, kinds: Mapping[str, Quant]) -> None:
-    """Give weights of a module quantised element types, by name. What is computed with them keeps its dtype.
+def quantise_types(module: ModuleOp, kinds: Mapping[str, Attribute]) -> None:
+    """Give weights of a module other element types, by name. What is computed with them keeps its dtype.
 
     Raises VerifyError where an op takes no quantised weight.
     """

@@ -19,6 +19,7 @@ from plait.errors import UnsupportedError
 from plait.ir.module import ops
 from plait.ir.numbers import NUMPY, dequantise
 from plait.ir.ops import LinearOp, WeightOp
+from plait.ir.quant import quantise_types
 from plait.ir.types import CODE_MAX, QuantType
 from plait.spec import QuantKind
 
@@ -81,6 +82,12 @@ def linear_weights(module: ModuleOp, start: int, end: int) -> dict[str, tuple[in
             assert isinstance(owner, WeightOp) and isinstance(kind, TensorType)
             found[owner.symbol.data] = tuple(kind.get_shape())
     return found
+
+
+def quantise_blocks(module: ModuleOp, start: int, end: int, choice: QuantKind, group_size: int | None) -> None:
+    """Give the linears of blocks [start, end) the element types that `kind_of` says."""
+    shapes = linear_weights(module, start, end)
+    quantise_types(module, {name: kind_of(choice, group_size, name, shape) for name, shape in shapes.items()})
 
 
 def quantise(values: Array, kind: QuantType, importance: Array | None = None) -> tuple[Array, Array]:

@@ -7,19 +7,22 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from plait import artifact as artifacts
-from plait.errors import CheckpointError, PlanError, UsageError, did_you_mean
+from plait.errors import CheckpointError, PlanError, UnsupportedError, UsageError, did_you_mean
 from plait.spec import WORKLOADS, Cluster, Objective, Plan, Target, Workload, from_yaml, parse_targets
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from xdsl.dialects.builtin import ModuleOp
 
+    from plait.cost_models.profile import ModelProfile
     from plait.frontend.checkpoint import Checkpoint
+    from plait.frontend.lora import Adapter
+    from plait.partitioner.quantize import Choice
     from plait.text import Pipeline
 
 #: Called as (phase, done, total) while long work goes on; total 0 means unknown.
@@ -43,7 +46,10 @@ Targets = str | Target | Sequence[str | Target]
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that decides a plan, with names resolved: what `plait compile` prints first."""
+    """Everything that decides a plan, with names resolved: what `plait compile` prints first.
+
+    `quantize`: by device id; see `plait.partitioner.quantize`.
+    """
 
     model: Path
     config: Path | None
@@ -57,6 +63,8 @@ class Request:
     pins: dict[str, str]
     forbidden_cuts: tuple[int, ...]
     plan: Plan | None
+    lora: tuple[Path, ...] = ()
+    quantize: Mapping[str, Choice] = field(default_factory=dict)
 
 
 def request(
@@ -75,6 +83,9 @@ def request(
     layers: Sequence[int] | None = None,
     pins: Mapping[str, str] | None = None,
     forbidden_cuts: Iterable[int] = (),
+    lora: StrPath | Sequence[StrPath] = (),
+    quantize: str | Mapping[str, str] | None = None,
+    group_size: int | None = None,
 ) -> Request:
     """Resolve the arguments that `plan` and `compile` share.
 
@@ -92,10 +103,17 @@ def request(
         layers: exact number of blocks per device, in the order of the devices.
         pins: unit (`block.3`, `embed`, `head`) -> device id that must hold it.
         forbidden_cuts: block numbers before which there must be no cut.
+        lora: a folder with an adapter of PEFT, or several, merged into the weights in their order.
+        quantize: what the linears of the blocks are quantised to: `int8`, `int4` or `fp8`; or such a kind by the name
+            or the id of a device, for the blocks that lie there.
+        group_size: neighbours of a row that share a scale then: 32, 64 or 128, or 0 for the whole row. Of itself int4
+            takes the largest that divides a row, int8 and fp8 the whole row.
 
     Raises:
         UsageError: names or values that do not fit together.
     """
+    from plait.partitioner.quantize import choices, planned_choices
+
     given = None if plan is None else plan if isinstance(plan, Plan) else _read_plan(Path(plan))
     cuts = tuple(forbidden_cuts)
     if sum(source is not None for source in (targets, cluster, given)) != 1:
@@ -109,6 +127,7 @@ def request(
         fixed = {
             "workload": workload, "context": context, "concurrency": concurrency,
             "objective": objective, "layers": layers, "pins": pins or None, "forbidden_cuts": cuts or None,
+            "quantize": quantize or None, "group_size": group_size,
         }  # fmt: skip
         clash = sorted(name for name, value in fixed.items() if value is not None)
         if clash:
@@ -131,10 +150,11 @@ def request(
             why="known: " + ", ".join(known),
             hint=did_you_mean(objective, known),
         )
+    devices = given.cluster if given is not None else _cluster(targets, cluster)
     return Request(
         model=Path(model),
         config=None if config is None else Path(config),
-        cluster=given.cluster if given is not None else _cluster(targets, cluster),
+        cluster=devices,
         workload=_countable(given.workload) if given is not None else _workload(workload, context, concurrency),
         workload_asked=given is not None or workload is not None or context is not None,
         objective=given.objective if given is not None else objective or "throughput",
@@ -144,6 +164,8 @@ def request(
         pins=dict((pins if given is None else given.pins) or {}),
         forbidden_cuts=cuts if given is None else given.forbidden_cuts,
         plan=given,
+        lora=tuple(map(Path, [lora] if isinstance(lora, str | os.PathLike) else lora)),
+        quantize=choices(devices, quantize, group_size) if given is None else planned_choices(given),
     )
 
 
@@ -229,11 +251,12 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with what it was made from."""
+    """A plan with what it was made from. The module's linears are quantised as the plan says."""
 
     checkpoint: Checkpoint
     module: ModuleOp
     plan: Plan
+    adapters: tuple[Adapter, ...] = ()
 
 
 def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backends: bool = False) -> Planned:
@@ -243,8 +266,10 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
     from plait.frontend.exported import ProgramConfig
+    from plait.frontend.lora import read_adapters
     from plait.frontend.lower import lower
     from plait.ir.kv import store_kv
+    from plait.ir.quantise import quantise_blocks
     from plait.partitioner import Problem, evaluate, solve
     from plait.pull import pulled
 
@@ -259,9 +284,15 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     module = lower(checkpoint, asked.dtype, read=check_backends)
     if asked.kv_dtype is not None:
         store_kv(module, asked.kv_dtype)
+    adapters = read_adapters(asked.lora, checkpoint, module)
+    on = _quantised(checkpoint, module, asked.quantize)
     progress("plan", 0, 1)
+    profiles: dict[int, ModelProfile] = {}  # devices that hold one module share its profile
+    for held in (module, *on.values()):
+        if id(held) not in profiles:
+            profiles[id(held)] = replace(profile(held, checkpoint.max_positions), model=checkpoint.name)
     problem = Problem(
-        profile=replace(profile(module, checkpoint.max_positions), model=checkpoint.name),
+        profile=profiles[id(module)],
         cluster=asked.cluster,
         workload=asked.workload if asked.workload_asked else _within(asked.workload, checkpoint.max_positions),
         objective=asked.objective,
@@ -269,22 +300,60 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         layers=asked.layers,
         pins=asked.pins,
         forbidden_cuts=asked.forbidden_cuts,
-        capabilities=_capabilities(asked.cluster, module) if check_backends else {},
+        capabilities=_capabilities(asked.cluster, module, on) if check_backends else {},
+        held={device: profiles[id(held)] for device, held in on.items()},
     )
     plan = solve(problem) if asked.plan is None else evaluate(problem, asked.plan)
-    notes = (program.note,) if program else None
-    return Planned(checkpoint, module, replace(plan, notes=notes, kv_dtype=asked.kv_dtype))
+    slices = []
+    for item in plan.slices:
+        kind, group_size = asked.quantize.get(item.devices[0], (None, None))
+        slices.append(replace(item, quantize=kind, group_size=group_size))
+        if kind is not None:
+            quantise_blocks(module, *item.blocks, kind, group_size)
+    notes = (*((program.note,) if program else ()), *(_merged_note(adapter, checkpoint) for adapter in adapters))
+    plan = replace(plan, slices=tuple(slices), notes=notes or None, kv_dtype=asked.kv_dtype)
+    return Planned(checkpoint, module, plan, adapters)
 
 
-def _capabilities(cluster: Cluster, module: ModuleOp) -> dict[str, Any]:
+def _quantised(checkpoint: Checkpoint, module: ModuleOp, choices: Mapping[str, Choice]) -> dict[str, ModuleOp]:
+    """The module as each device that `choices` names would hold all of it: one for each choice."""
+    from plait.frontend.exported import ProgramConfig
+    from plait.ir.module import block_range
+    from plait.ir.quantise import quantise_blocks
+
+    if choices and isinstance(checkpoint.config, ProgramConfig):
+        raise UnsupportedError(
+            "quantize-model", f"{checkpoint.name} cannot be quantised", why="an exported program's weights are its own"
+        )
+    made: dict[Choice, ModuleOp] = {}
+    for choice in choices.values():
+        if choice not in made:
+            made[choice] = module.clone()
+            quantise_blocks(made[choice], *block_range(module), *choice)
+    return {device: made[choice] for device, choice in choices.items()}
+
+
+def _merged_note(adapter: Adapter, checkpoint: Checkpoint) -> str:
+    """What a user should know of weights that an adapter changes."""
+    stored = checkpoint.weights or {}
+    quantised = sum(ref.scale is not None for name, ref in stored.items() if name in adapter.changed)
+    said = f"the adapter {adapter.name} is merged into {len(adapter.changed)} weights in float32"
+    return f"{said}; {quantised} of them were stored quantised and no longer are" if quantised else said
+
+
+def _capabilities(cluster: Cluster, module: ModuleOp, on: Mapping[str, ModuleOp]) -> dict[str, Any]:
+    """What each backend says of the module, or of the one that a device holds instead."""
     from plait.registry import load_backend
 
-    answers: dict[tuple[str, str], Any] = {}
+    answers: dict[tuple[str, str, int], Any] = {}
+    found = {}
     for device in cluster.devices:
-        kind = (device.backend, device.arch)
+        held = on.get(device.id, module)
+        kind = (device.backend, device.arch, id(held))
         if kind not in answers:
-            answers[kind] = load_backend(device.backend).capability(f"{device.backend}:{device.arch}", module)
-    return {device.id: answers[device.backend, device.arch] for device in cluster.devices}
+            answers[kind] = load_backend(device.backend).capability(f"{device.backend}:{device.arch}", held)
+        found[device.id] = answers[kind]
+    return found
 
 
 @contextmanager
@@ -326,6 +395,7 @@ def compile_artifact(
     *,
     output: StrPath,
     embed_weights: bool = False,
+    calibrate: StrPath | None = None,
     dump_ir: StrPath | None = None,
     device_code: bool | None = None,
     progress: Progress = _no_progress,
@@ -339,6 +409,7 @@ def compile_artifact(
     Args:
         output: the directory to write; replaced when it is an artifact already.
         embed_weights: copy each slice's bytes into the artifact instead of referring to the checkpoint.
+        calibrate: a text. What is quantised takes the scales that are best for the inputs that linears have on it.
         dump_ir: a directory for the module after every phase.
         device_code: whether to make machine code; False writes what runs emulated on this host only, in no time. None:
             yes, unless PLAIT_DEVICE_CODE is 0.
@@ -350,6 +421,7 @@ def compile_artifact(
             request(path, targets, **options),
             output=output,
             embed_weights=embed_weights or temporary,
+            calibrate=calibrate,
             dump_ir=dump_ir,
             device_code=device_code,
             progress=progress,
@@ -361,6 +433,7 @@ def compile_request(
     *,
     output: StrPath,
     embed_weights: bool = False,
+    calibrate: StrPath | None = None,
     dump_ir: StrPath | None = None,
     device_code: bool | None = None,
     progress: Progress = _no_progress,
@@ -374,6 +447,7 @@ def compile_request(
         planned,
         Path(output),
         embed_weights=embed_weights,
+        calibrate=None if calibrate is None else Path(calibrate),
         dump_ir=dump,
         device_code=device_code,
         progress=progress,

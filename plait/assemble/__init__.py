@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plait import artifact as artifacts
+from plait.assemble.changed import find_changes, write_changed
 from plait.backends.base import CompileOptions
 from plait.backends.weights import weights_json
 from plait.errors import CheckpointError, UsageError, UserError
@@ -18,6 +19,7 @@ from plait.ir import kv_layouts, print_module, signature, weights
 from plait.ir.cover import cover
 from plait.ir.module import boundary
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
+from plait.ir.quantise import linear_weights
 from plait.registry import entry, load_backend
 from plait.report import render_report
 from plait.report.code import code_of, slice_code
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
 
     from plait.api import Planned, Progress
+    from plait.assemble.calibrate import Calibration
     from plait.frontend.checkpoint import Checkpoint
 
 
@@ -76,6 +79,7 @@ def assemble(
     output: Path,
     *,
     embed_weights: bool,
+    calibrate: Path | None,
     dump_ir: Path | None,
     device_code: bool | None,
     progress: Progress,
@@ -83,7 +87,9 @@ def assemble(
     """Write the artifact of a plan.
 
     Raises:
-        CheckpointError: the checkpoint has no weights (it was a config.json alone), or a tokenizer that is none.
+        CheckpointError: the checkpoint has no weights (it was a config.json alone), or a tokenizer that is none; what
+            reading the weights of slices that are quantised or merged says.
+        UsageError: a text to calibrate on, and nothing is quantised.
         UnsupportedError: a backend refuses an op.
     """
     checkpoint, plan = planned.checkpoint, planned.plan
@@ -105,6 +111,7 @@ def assemble(
         device_code=_wants_device_code() if device_code is None else device_code,
         progress=lambda done, total, label: progress("kernels", done, total),
     )
+    calibration = _calibration(planned, calibrate, progress)
     progress("slice", 0, len(plan.slices))
     cuts = _cut(planned, dump_ir)
     with artifacts.staged(output) as folder:
@@ -116,7 +123,7 @@ def assemble(
         made = []
         for cut in cuts:
             progress("compile", cut.index, len(cuts))
-            made.append(_compile(cut, planned, options, folder, checkpoint.weights, embed_weights))
+            made.append(_compile(cut, planned, options, folder, embed_weights, calibration, progress))
         progress("write", len(cuts), len(cuts))
         manifest = _manifest(planned, made, module_text)
         if not embed_weights:
@@ -144,13 +151,26 @@ def _cut(planned: Planned, dump_ir: Path | None) -> list[_Cut]:
     return cuts
 
 
+def _calibration(planned: Planned, text: Path | None, progress: Progress) -> Calibration | None:
+    if text is None:
+        return None
+    if all(item.quantize is None for item in planned.plan.slices):
+        raise UsageError(
+            "calibrate", f"{text} was given to calibrate on, and nothing is quantised", hint="add --quantize int4"
+        )
+    from plait.assemble.calibrate import calibrate
+
+    return calibrate(planned.checkpoint, planned.adapters, text, lambda done, total: progress("calibrate", done, total))
+
+
 def _compile(
     cut: _Cut,
     planned: Planned,
     options: CompileOptions,
     folder: Path,
-    refs: dict[str, WeightRef],
     embed_weights: bool,
+    calibration: Calibration | None,
+    progress: Progress,
 ) -> ManifestSlice:
     device, module = cut.device, cut.module
     backend, target = load_backend(device.backend), f"{device.backend}:{device.arch}"
@@ -159,16 +179,19 @@ def _compile(
     here = folder / cut.folder
     here.mkdir(parents=True)
     (here / "slice.mlir").write_text(print_module(module), "utf-8")
-    needed = [refs[name] for name in weights(module)]
+    changed, made = _change(cut, planned, here, calibration, progress)
+    refs = planned.checkpoint.weights
+    assert refs is not None
+    needed = [refs[name] for name in weights(module) if name not in changed]
     if embed_weights:
         needed = _embed(needed, here / "weights.bin", f"{cut.folder}/weights.bin")
     else:
         root = _root(planned)
         needed = [map_parts(ref, lambda part: replace(part, file=os.path.relpath(part.file, root))) for ref in needed]
-    (here / "weights.json").write_text(weights_json(needed), "utf-8")
+    (here / "weights.json").write_text(weights_json([*needed, *changed.values()]), "utf-8")
     # The backend says it of the architecture (`sm_90a (emulated on host)`); tables call the device by its name.
     runs_on = capability.runs_on.replace(device.arch, device.name, 1)
-    report = {"device": device.name, "target": target, "runs_on": runs_on, **compiled.report}
+    report = {"device": device.name, "target": target, "runs_on": runs_on, **made, **compiled.report}
     (here / "report.json").write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", "utf-8")
     for name, data in compiled.files.items():
         if Path(name).name != name or (here / name).exists():
@@ -189,6 +212,27 @@ def _compile(
         kv=kv_layouts(module, planned.plan.page_tokens),
         dtype=planned.plan.dtype,
     )
+
+
+def _change(
+    cut: _Cut, planned: Planned, here: Path, calibration: Calibration | None, progress: Progress
+) -> tuple[dict[str, WeightRef], dict[str, Any]]:
+    """Write the weights of a slice that are not as the checkpoint stores them. Returns their references, and what the
+    report says of them: how far each quantised one is from what it was."""
+    item, refs = cut.planned, planned.checkpoint.weights
+    assert refs is not None
+    quantised = {} if item.quantize is None else linear_weights(planned.module, *item.blocks)
+    changes = find_changes(cut.module, refs, planned.adapters, quantised)
+    if not changes:
+        return {}, {}
+    importance: Mapping[str, Any] = {} if calibration is None else calibration.importance
+    label = "merge" if item.quantize is None else "quantize"
+    made, errors = write_changed(here, changes, importance, lambda done: progress(label, done, len(changes)))
+    merged = [name for name, change in changes.items() if change.adapted]
+    facts: dict[str, Any] = {"quantized": errors} if errors else {}
+    if calibration is not None and errors:
+        facts["calibration_tokens"] = calibration.tokens
+    return made, facts | ({"merged": merged} if merged else {})
 
 
 def _root(planned: Planned) -> str:

@@ -1,0 +1,67 @@
+"""What each device holds the linears of its blocks in, where that is not what the checkpoint says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from plait.errors import UsageError, did_you_mean
+from plait.ir.quantise import GROUP_SIZES, QUANT_KINDS
+from plait.spec import Cluster, Plan, QuantKind
+
+#: A kind, and neighbours of a row that share a scale: 0 the whole row, None the kind's own.
+Choice = tuple[QuantKind, int | None]
+
+
+def choices(cluster: Cluster, asked: str | Mapping[str, str] | None, group_size: int | None) -> dict[str, Choice]:
+    """By device id; nothing for devices that hold linears as the checkpoint does.
+
+    Args:
+        asked: a kind for all devices, or kinds by the name or the id of devices; an id comes before a name.
+
+    Raises:
+        UsageError: `quantize-kind`, `quantize-device`, `group-size`.
+    """
+    if not asked:
+        if group_size is not None:
+            raise UsageError("group-size", "a group size was given, and nothing is quantised", hint="--quantize int4")
+        return {}
+    kinds = dict.fromkeys([device.id for device in cluster.devices], asked) if isinstance(asked, str) else asked
+    known = {word for device in cluster.devices for word in (device.id, device.name)}
+    if strange := sorted(kinds.keys() - known):
+        raise UsageError(
+            "quantize-device",
+            f"no device {strange[0]!r} to quantise for",
+            why="there are " + ", ".join(sorted(known)),
+            hint=did_you_mean(strange[0], known),
+        )
+    checked = {name: _choice(kind, group_size) for name, kind in kinds.items()}
+    found = {device.id: checked.get(device.id, checked.get(device.name)) for device in cluster.devices}
+    return {name: choice for name, choice in found.items() if choice is not None}
+
+
+def planned_choices(plan: Plan) -> dict[str, Choice]:
+    """The same, as the slices of a plan say it. Raises UsageError `group-size`."""
+    for number, item in enumerate(plan.slices):
+        if item.group_size is not None and item.quantize is None:
+            raise UsageError("group-size", f"slices[{number}] has a group_size, and nothing is quantised in it")
+    return {
+        name: _choice(item.quantize, item.group_size) for item in plan.slices if item.quantize for name in item.devices
+    }
+
+
+def _choice(kind: str, group_size: int | None) -> Choice:
+    found = next((word for word in QUANT_KINDS if word == kind), None)
+    if found is None:
+        raise UsageError(
+            "quantize-kind",
+            f"weights cannot be quantised to {kind!r}",
+            why="known: " + ", ".join(QUANT_KINDS),
+            hint=did_you_mean(kind, QUANT_KINDS),
+        )
+    if group_size not in (None, 0, *GROUP_SIZES):
+        raise UsageError(
+            "group-size",
+            f"a scale cannot be shared by {group_size} neighbours",
+            why=f"known: {', '.join(map(str, GROUP_SIZES))}, and 0 for the whole row",
+        )
+    return found, group_size
