@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from plait.cost_models.catalogue import devices
 from plait.errors import UsageError, did_you_mean
 from plait.ir.quantise import GROUP_SIZES, QUANT_KINDS
-from plait.spec import Cluster, Plan, QuantKind
+from plait.spec import Cluster, Device, Plan, QuantKind
 
 #: A kind, and neighbours of a row that share a scale: 0 the whole row, None the kind's own.
 Choice = tuple[QuantKind, int | None]
@@ -16,7 +17,7 @@ def choices(cluster: Cluster, asked: str | Mapping[str, str] | None, group_size:
     """By device id; nothing for devices that hold linears as the checkpoint does.
 
     Args:
-        asked: a kind for all devices, or kinds by the name or the id of devices; an id comes before a name.
+        asked: a kind for all devices, or kinds by the id of devices, or by what they are called; an id comes first.
 
     Raises:
         UsageError: `quantize-kind`, `quantize-device`, `group-size`.
@@ -26,17 +27,24 @@ def choices(cluster: Cluster, asked: str | Mapping[str, str] | None, group_size:
             raise UsageError("group-size", "a group size was given, and nothing is quantised", hint="--quantize int4")
         return {}
     kinds = dict.fromkeys([device.id for device in cluster.devices], asked) if isinstance(asked, str) else asked
-    known = {word for device in cluster.devices for word in (device.id, device.name)}
+    words = {device.id: _words(device) for device in cluster.devices}
+    known = {word for of_one in words.values() for word in of_one}
     if strange := sorted(kinds.keys() - known):
         raise UsageError(
             "quantize-device",
             f"no device {strange[0]!r} to quantise for",
-            why="there are " + ", ".join(sorted(known)),
+            why="there are " + ", ".join(words),
             hint=did_you_mean(strange[0], known),
         )
     checked = {name: _choice(kind, group_size) for name, kind in kinds.items()}
-    found = {device.id: checked.get(device.id, checked.get(device.name)) for device in cluster.devices}
-    return {name: choice for name, choice in found.items() if choice is not None}
+    named = {name: [checked[word] for word in of_one if word in checked] for name, of_one in words.items()}
+    return {name: found[0] for name, found in named.items() if found}
+
+
+def _words(device: Device) -> tuple[str, ...]:
+    """Everything a user may call a device, its id first."""
+    names = (entry.names for entry in devices() if device.name in entry.names)
+    return (device.id, device.name, *next(names, ()))
 
 
 def planned_choices(plan: Plan) -> dict[str, Choice]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +27,8 @@ emulated on the host. Nothing is written when something fails.
     plait compile smollm2 --plan plan.yaml
     plait compile smollm2 --targets h100,mi300 --layers 10,20
     plait compile smollm2 --targets h100,mi300 --pin block.3=h100.0 --forbid-cut 15
+    plait compile smollm2 --targets h100,mi300 --quantize h100=fp8,mi300=int4 --calibrate text.txt
+    plait compile smollm2 --targets h100 --lora my-adapter
 """
 
 
@@ -41,6 +45,10 @@ def command(
     dump_ir: Annotated[
         Path | None, typer.Option("--dump-ir", metavar="DIR", help="Write the module after every phase, as MLIR text.")
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option("--calibrate", metavar="FILE", help="A text; --quantize takes the scales that are best for it."),
+    ] = None,
     no_device_code: Annotated[
         bool,
         typer.Option(
@@ -51,8 +59,9 @@ def command(
     verbose: Verbose = False,
 ) -> None:
     from plait import api
+    from plait.assemble.changed import FILE as CHANGED
     from plait.cli.screen import Screen
-    from plait.cli.tables import plan_tables, request_facts, warn_of_checks, warn_of_null
+    from plait.cli.tables import plan_tables, quantize_table, request_facts, warn_of_checks, warn_of_null
     from plait.report.code import code_of, slice_code
     from plait.spec import to_dict
     from plait.words import bytes_text
@@ -67,6 +76,7 @@ def command(
             asked,
             output=folder,
             embed_weights=embed_weights,
+            calibrate=calibrate,
             dump_ir=dump_ir,
             device_code=False if no_device_code else None,
             progress=progress,
@@ -74,8 +84,13 @@ def command(
     slices = made.manifest.slices
     for part in plan_tables(made.plan, [item.runs_on for item in slices], screen.width, verbose=verbose):
         screen.show(part)
+    quantized = quantized_weights(made.folder, [item.folder for item in slices])
+    if quantized:
+        screen.show(quantize_table(quantized, everything=verbose))
     size = folder_bytes(made.folder)
-    where = "weights inside" if embed_weights else f"weights stay in {made.weight_root}"
+    changed = any((made.folder / item.folder / CHANGED).is_file() for item in slices)
+    others = "changed weights inside, the others" if changed else "weights"
+    where = "weights inside" if embed_weights else f"{others} stay in {made.weight_root}"
     screen.show(f"wrote {folder}: {bytes_text(size)}, {where}; {folder / 'report.html'} shows the plan")
     warn_of_null(screen, made.manifest)
     codes = {item.folder: code_of(*slice_code(made.folder / item.folder)) for item in slices}
@@ -97,6 +112,7 @@ def command(
                 for s in slices
             ],
             "checks_failed": failed,
+            "quantized": quantized,
             "next": command,
         }
     )
@@ -107,6 +123,12 @@ def default_output(model: Path) -> Path:
     whole = Path(os.path.abspath(model))  # noqa: PTH100 - `..` has a name too, and links keep theirs
     name = whole.name if whole.is_dir() else whole.name.removesuffix(".index.json").rsplit(".", 1)[0]
     return Path(f"{name or 'model'}.plait")
+
+
+def quantized_weights(artifact: Path, folders: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What compile wrote of each weight that it quantised, by name."""
+    reports = (json.loads((artifact / folder / "report.json").read_text("utf-8")) for folder in folders)
+    return {name: facts for report in reports for name, facts in report.get("quantized", {}).items()}
 
 
 def folder_bytes(folder: Path) -> int:

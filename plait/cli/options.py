@@ -82,17 +82,34 @@ class PlanOptions:
     forbid_cut: Annotated[
         list[int] | None, typer.Option("--forbid-cut", metavar="N", help="Never cut before block N.")
     ] = None
+    lora: Annotated[
+        list[Path] | None,
+        typer.Option("--lora", metavar="DIR", help="Merge a PEFT adapter into the weights; several in their order."),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize", metavar="KIND", help="Quantise the linears to int8, int4 or fp8; or h100=fp8,mi300=int8."
+        ),
+    ] = None
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", metavar="N", help="Neighbours of a row that share a scale: 32, 64, 128; 0 all."),
+    ] = None
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `plait.api.request` and of everything that takes the same.
 
         Raises:
-            UsageError: `layers` or `pin`, showing the text and how it is written.
+            UsageError: `layers`, `pin` or `quantize`, showing the text and how it is written.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         layers, pins, cuts = values.pop("layers"), values.pop("pin"), values.pop("forbid_cut")
+        lora, quantize = values.pop("lora"), values.pop("quantize")
         return {
             **values,
+            "lora": tuple(lora or ()),
+            "quantize": None if quantize is None else parse_quantize(quantize),
             "layers": None if layers is None else parse_layers(layers),
             "pins": parse_pins(pins) if pins else None,
             "forbidden_cuts": tuple(cuts or ()),
@@ -130,6 +147,24 @@ def parse_pins(texts: list[str]) -> dict[str, str]:
             raise UsageError("pin", f"{unit} is pinned to {pins[unit]} and to {device}")
         pins[unit] = device
     return pins
+
+
+def parse_quantize(text: str) -> str | dict[str, str]:
+    """`int4` for all devices, or `h100=fp8,mi300=int8`: device -> kind."""
+    if "=" not in text:
+        return text
+    kinds: dict[str, str] = {}
+    for part in text.split(","):
+        device, _, kind = part.partition("=")
+        if not device or not kind or kinds.get(device, kind) != kind:
+            raise UsageError(
+                "quantize",
+                f"cannot read --quantize {text!r}",
+                why="it is one kind, or one DEVICE=KIND for each device",
+                hint="--quantize h100=fp8,mi300=int8",
+            )
+        kinds[device] = kind
+    return kinds
 
 
 def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -27,6 +27,9 @@ COPIED = ("name", "target", "device", "slice")
 
 #: Most characters of a word that decide how narrow a column can get.
 WORD = 12
+
+#: Quantised weights shown where not all are asked for.
+QUANTIZED_ROWS = 8
 
 #: Narrower than this, causes stand below the plan's table and not in it.
 CAUSE_COLUMN_FROM = 110
@@ -86,6 +89,8 @@ def request_facts(asked: Request, output: str | None) -> Table:
             ("objective", asked.objective),
             ("dtype", asked.dtype or "the checkpoint's"),
             ("KV", kv_text(asked.kv_dtype)),
+            ("adapters", ", ".join(map(str, asked.lora))),
+            ("quantised", ", ".join(f"{name} to {quantize_text(*how)}" for name, how in asked.quantize.items())),
             ("layers", ", ".join(map(str, asked.layers or ()))),
             ("pins", ", ".join(f"{unit} on {device}" for unit, device in asked.pins.items())),
             ("no cut before", ", ".join(f"block {cut}" for cut in asked.forbidden_cuts)),
@@ -99,6 +104,28 @@ def request_facts(asked: Request, output: str | None) -> Table:
 def kv_text(kv_dtype: str | None) -> str:
     """`fp8 (e4m3fn)`; empty where KV is stored in what is computed in."""
     return "" if kv_dtype is None else f"fp8 ({kv_dtype})"
+
+
+def quantize_text(kind: str, group_size: int | None) -> str:
+    """`int4 in groups of 64`."""
+    return kind + {None: "", 0: " by rows"}.get(group_size, f" in groups of {group_size}")
+
+
+def quantize_table(weights: Mapping[str, Mapping[str, Any]], *, everything: bool) -> Table:
+    """How far quantised weights are from what they were: those of the largest error first, all with `everything`.
+
+    `output` is there where a text was given to calibrate on; see `plait.ir.quantise.QuantError`.
+    """
+    ranked = sorted(weights.items(), key=lambda item: -item[1]["rms"])
+    shown = ranked if everything else ranked[:QUANTIZED_ROWS]
+    names = ["rms", "worst", *(name for name in ("output", "output_rounded") if name in ranked[0][1])]
+    rows = [
+        [name, facts["format"].removeprefix("!plait.quant"), *(f"{facts[column]:.2%}" for column in names)]
+        for name, facts in shown
+    ]
+    more = f", the {len(shown)} largest" if len(shown) < len(ranked) else ""
+    columns = ["name", "format", *(name.replace("_rounded", " uncalibrated") for name in names)]
+    return table(columns, rows, right=columns[2:], title=f"errors of {len(ranked)} quantised weights{more}")
 
 
 def workload_text(work: Workload) -> str:

@@ -69,7 +69,7 @@ def test_compile_json(model, tmp_path):
     folder = tmp_path / "my model.plait"
     result = plait("compile", model, "--targets", "2xcpu", "--layers", "1,1", "-o", folder, "--json")
     data = json.loads(result.stdout)
-    assert set(data) == {"artifact", "bytes", "plan", "slices", "checks_failed", "next"}
+    assert set(data) == {"artifact", "bytes", "plan", "slices", "checks_failed", "quantized", "next"}
     assert [(s["device"], s["blocks"], s["runs_on"]) for s in data["slices"]] == [
         ("cpu", [0, 1], "cpu"),
         ("cpu", [1, 2], "cpu"),
