@@ -44,8 +44,8 @@ def lower(
     if isinstance(checkpoint.config, ProgramConfig):
         return build_program(checkpoint.config, dtype or checkpoint.dtype)
     module = family(checkpoint.family).build(checkpoint.config, dtype or checkpoint.dtype)
-    kinds = _quantised(checkpoint.config, module) if checkpoint.weights is None else _stored(checkpoint.weights)
-    quantise_types(module, {name: kind for name, kind in kinds.items() if keep_blocks or kind not in GGUF.values()})
+    stored = checkpoint.weights
+    quantise_types(module, _said(checkpoint.config, module) if stored is None else _stored(stored, keep_blocks))
     if checkpoint.weights is not None:
         unused_tensors(checkpoint, module, read=read)
     return module
@@ -88,13 +88,17 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     return reasons
 
 
-def _stored(stored: Mapping[str, WeightRef]) -> dict[str, Quant]:
-    """The matrices that are stored quantised, and how."""
-    kinds = {name: quant_type(ref) for name, ref in stored.items() if len(ref.shape) > 1}
+def _stored(stored: Mapping[str, WeightRef], keep_blocks: bool) -> dict[str, Quant]:
+    """The matrices that are stored quantised, and how; GGUF's blocks among them where asked."""
+    kinds = {
+        name: quant_type(ref)
+        for name, ref in stored.items()
+        if len(ref.shape) > 1 and (keep_blocks or ref.encoding not in GGUF)
+    }
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
-def _quantised(config: DecoderConfig, module: ModuleOp) -> Mapping[str, Quant]:
+def _said(config: DecoderConfig, module: ModuleOp) -> Mapping[str, Quant]:
     """What a config alone says: every linear but the modules it skips. The dtype of scales is not known; float32 is the
     largest."""
     said = config.quantisation
