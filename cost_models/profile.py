@@ -41,10 +41,12 @@ class KVFacts:
     head_dim: int
     dtype_bytes: int
     window: int | None = None
+    sides: int = 2
+    """K and V, or K alone, which holds the values too."""
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+        return self.sides * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def is_fp8(self) -> bool:
@@ -246,7 +248,13 @@ def _facts(group: list[PlaitOp]) -> UnitFacts:
     return UnitFacts(
         ops=tuple(OpFacts(op.name, op.cost) for op in group),
         kv=tuple(
-            KVFacts(op.cache.kv_heads.data, op.cache.head_dim.data, dtype_bytes(op.cache.dtype), op.cache.window_tokens)
+            KVFacts(
+                op.cache.kv_heads.data,
+                op.cache.head_dim.data,
+                dtype_bytes(op.cache.dtype),
+                op.cache.window_tokens,
+                1 if op.cache.is_latent else 2,
+            )
             for op in group
             if isinstance(op, CACHING)
         ),

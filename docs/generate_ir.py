@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from xdsl.dialects.builtin import ArrayAttr, DenseArrayBase, FloatAttr, IntegerAttr, StringAttr
+from xdsl.dialects.builtin import ArrayAttr, DenseArrayBase, FloatAttr, IntegerAttr, StringAttr, UnitAttr
 from xdsl.irdl import (
     OperandDef,
     OptOperandDef,
@@ -44,7 +44,8 @@ ATTRIBUTES = {
     FloatAttr: "f64",
     StringAttr: "string",
     ArrayAttr: "strings",
-    DenseArrayBase: "i64s",
+    DenseArrayBase: "numbers",
+    UnitAttr: "flag",
 }
 MARKS = {OptOperandDef: "?", VarOperandDef: "...", VarResultDef: "...", OperandDef: "", ResultDef: ""}
 

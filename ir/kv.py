@@ -8,7 +8,7 @@ from xdsl.rewriter import Rewriter
 from plait.errors import UnsupportedError
 from plait.ir.dialect import verify
 from plait.ir.module import main, ops
-from plait.ir.ops import CACHING, AttentionOp
+from plait.ir.ops import CACHING, OpaqueOp
 from plait.ir.types import FP8, KVType
 
 
@@ -20,10 +20,10 @@ def store_kv(module: ModuleOp, code: str) -> None:
     for op in ops(module):
         if not isinstance(op, CACHING):
             continue
-        if not isinstance(op, AttentionOp):
+        if isinstance(op, OpaqueOp):
             raise UnsupportedError("kv-dtype", f"{op.name} keeps no K and V that could be stored in FP8")
         kind = op.cache
-        made = KVType(kind.kv_heads, kind.head_dim, FP8[code], kind.window)
+        made = KVType(kind.kv_heads, kind.head_dim, FP8[code], kind.window, kind.values)
         Rewriter.replace_value_with_new_type(op.kv, made)
     main(module).update_function_type()  # type: ignore[no-untyped-call]
     verify(module)

@@ -103,6 +103,7 @@ def kv_layouts(module: ModuleOp, page_tokens: int) -> tuple[KVLayout, ...]:
                 dtype=dtype_name(kind.dtype),
                 page_tokens=page_tokens,
                 window=kind.window_tokens,
+                values=kind.value_features if kind.is_latent else None,
             )
         )
     return tuple(layouts)

@@ -12,10 +12,10 @@ from xdsl.dialects.func import ReturnOp
 from xdsl.ir import SSAValue
 
 from plait.ir.module import main, signature
-from plait.ir.numbers import Quantised, round_to
+from plait.ir.numbers import Packed, Quantised, round_to
 from plait.ir.ops import BatchFacts, OracleKV, PlaitOp, WeightOp
 from plait.ir.ops.base import Float64
-from plait.ir.types import KVType, QuantType, Tensor
+from plait.ir.types import KVType, Quant, Tensor
 from plait.spec import kv_class
 
 
@@ -24,8 +24,8 @@ class Oracle:
 
     Args:
         module: a whole model or one slice.
-        weights: tensors by name: any float dtype, rounded to the types that the module says; `Quantised` where it says
-            a quantised one.
+        weights: tensors by name: any float dtype, rounded to the types that the module says; `Quantised` or `Packed`
+            where it says a quantised one.
         pages: pages per KV class (`plait.spec.kv_class`).
         page_tokens: tokens of one page.
     """
@@ -33,7 +33,7 @@ class Oracle:
     def __init__(
         self,
         module: ModuleOp,
-        weights: Mapping[str, NDArray[Any] | Quantised],
+        weights: Mapping[str, NDArray[Any] | Quantised | Packed],
         pages: Mapping[str, int],
         page_tokens: int,
     ) -> None:
@@ -45,7 +45,9 @@ class Oracle:
             kind = value.type
             assert isinstance(kind, KVType)
             count = pages[kv_class(kind.window_tokens)]
-            self.kv[name] = OracleKV(count, page_tokens, kind.kv_heads.data, kind.head_dim.data)
+            self.kv[name] = OracleKV(
+                count, page_tokens, kind.kv_heads.data, kind.head_dim.data, 0 if kind.is_latent else None
+            )
 
     def step(self, batch: BatchFacts, inputs: Mapping[str, NDArray[Any]] | None = None) -> dict[str, Float64]:
         """One batch. Inputs and outputs are the boundary tensors by name, in float64."""
@@ -68,15 +70,16 @@ class Oracle:
                 kind = result.type
                 assert isinstance(kind, TensorType)
                 _check_shape(value, kind, op.name)
-                quantised = isinstance(kind.element_type, QuantType)
+                quantised = isinstance(kind.element_type, Quant)
                 env[result] = value if quantised else round_to(value, kind.element_type)
         return {name: env[value] for name, value in self._signature.outputs.items()}
 
     def _weight(self, op: WeightOp) -> Float64:
         found, kind = self._weights[op.symbol.data], op.result.type
         assert isinstance(kind, TensorType)
-        if isinstance(kind.element_type, QuantType):
-            assert isinstance(found, Quantised) and found.kind == kind.element_type, f"{op.symbol.data} is {kind}"
+        if isinstance(kind.element_type, Quant):
+            assert isinstance(found, Quantised | Packed), f"{op.symbol.data} is {kind}"
+            assert found.kind == kind.element_type, f"{op.symbol.data} is {kind}"
             return found.values()
         return np.asarray(found, np.float64)
 

@@ -11,6 +11,7 @@ class KVLayout:
     """How a backend stores the pages of one layer.
 
     Order `NHD` is (page, token, kv_head, head_dim), `HND` is (page, kv_head, token, head_dim); K and V are two arrays.
+    With `values` n there is K alone, and the first n features of a key are its value: V is empty, (..., 0).
     """
 
     kv_heads: int
@@ -19,6 +20,12 @@ class KVLayout:
     page_tokens: int
     order: Literal["NHD", "HND"] = "NHD"
     window: int | None = None
+    values: int | None = None
+
+    @property
+    def v_head_dim(self) -> int:
+        """Features of a head in V as it is stored."""
+        return self.head_dim if self.values is None else 0
 
 
 def kv_class(window: int | None) -> str:

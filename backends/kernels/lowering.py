@@ -18,7 +18,7 @@ from plait.errors import CheckpointError, PlaitError, UnsupportedError
 from plait.ir.module import ops, weights
 from plait.ir.ops import PlaitOp, RopeOp, WeightOp
 from plait.ir.quant import held_dtype, quant_type
-from plait.ir.rope import ROPE_PARAMETERS, Rope
+from plait.ir.rope import PARAMETERS, ROPE_PARAMETERS, Rope
 from plait.ir.types import DTYPES, QuantType, dtype_name
 from plait.spec import Support, WeightRef
 
@@ -27,6 +27,9 @@ Op = TypeVar("Op", bound=PlaitOp)
 
 #: Properties without an influence on numbers: where an op stands, and how its operands are grouped.
 _NEUTRAL = frozenset({"block", "operandSegmentSizes"})
+
+#: What a rotary table is made of. Whoever makes tables with `plait.ir.rope` implements every kind.
+ROPE_TABLE = ("kind", "theta", *PARAMETERS)
 
 #: Optional operands that every lowering implements.
 _COMMON = frozenset({"bias"})

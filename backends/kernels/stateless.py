@@ -20,7 +20,15 @@ from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import SSAValue
 
 from plait.backends.kernels.arrays import TORCH_DTYPES
-from plait.backends.kernels.lowering import Lowering, attribute_dtype, operand_dtype, refuse, rope_of, weight_name
+from plait.backends.kernels.lowering import (
+    ROPE_TABLE,
+    Lowering,
+    attribute_dtype,
+    operand_dtype,
+    refuse,
+    rope_of,
+    weight_name,
+)
 from plait.errors import UsageError
 from plait.ir import signature, weights
 from plait.ir.module import ops
@@ -216,17 +224,16 @@ def _linears(op: LinearsOp) -> Emit:
     return lambda run, x: [product(run, x) for product in products]
 
 
-@LOWERING.emits(
-    RopeOp, "head_dim", "kind", "theta", "factor", "low_freq_factor", "high_freq_factor", "original_positions"
-)
+@LOWERING.emits(RopeOp, "head_dim", *ROPE_TABLE)
 def _rope(op: RopeOp) -> Emit:
     operand_dtype(op, op.x)
-    head_dim = op.head_dim.value.data
-    per_position = torch.from_numpy(frequencies(rope_of(op), head_dim))
+    head_dim, rope = op.head_dim.value.data, rope_of(op)
+    per_position = torch.from_numpy(frequencies(rope, head_dim))
+    factor = rope.attention_factor or 1.0
 
     def emit(run: Run, x: Tensor) -> Tensor:
         angle = run.positions.reshape(-1, 1, 1).float() * per_position
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = angle.cos() * factor, angle.sin() * factor
         a, b = x.reshape(x.shape[0], -1, head_dim).float().chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).reshape(x.shape).to(x.dtype)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.backends.base import Batch
 from plait.backends.kernels.arrays import to_torch
-from plait.ir.rope import Rope, angles
+from plait.ir.rope import Rope, tables
 from plait.spec import kv_class
 
 
@@ -65,10 +65,9 @@ class Step:
         """[T, 1, D] float32: cos of both halves, and sin with the first half negated."""
         key = rope, head_dim
         if key not in self._tables:
-            angle = angles(rope, head_dim, self._batch.positions).astype(np.float64)
-            cos, sin = np.cos(angle), np.sin(angle)
-            tables = (np.concatenate(pair, axis=-1)[:, None] for pair in ((cos, cos), (-sin, sin)))
-            first, second = (to_torch(table.astype(np.float32)) for table in tables)
+            cos, sin = tables(rope, head_dim, self._batch.positions)
+            whole = (np.concatenate(pair, axis=-1)[:, None] for pair in ((cos, cos), (-sin, sin)))
+            first, second = (to_torch(table.astype(np.float32)) for table in whole)
             self._tables[key] = first, second
         return self._tables[key]
 

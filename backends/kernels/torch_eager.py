@@ -15,6 +15,7 @@ from xdsl.ir import SSAValue
 
 from plait.backends.kernels.attention import Attention, Cache
 from plait.backends.kernels.lowering import (
+    ROPE_TABLE,
     Lowering,
     attribute_dtype,
     operand_dtype,
@@ -150,9 +151,7 @@ def _linears(op: LinearsOp) -> Bind:
     return bind
 
 
-@LOWERING.emits(
-    RopeOp, "head_dim", "kind", "theta", "factor", "low_freq_factor", "high_freq_factor", "original_positions"
-)
+@LOWERING.emits(RopeOp, "head_dim", *ROPE_TABLE)
 def _rope(op: RopeOp) -> Bind:
     operand_dtype(op, op.x)
     rope, head_dim = rope_of(op), op.head_dim.value.data

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from xdsl.ir import SSAValue
 
 from plait.backends.kernels.lowering import (
+    ROPE_TABLE,
     Lowering,
     attribute_dtype,
     operand_dtype,
@@ -212,9 +213,7 @@ def _product(names: list[str], biases: list[str], dtype: str) -> tuple[Callable[
     return trace, (matrix, offset) if offset else (matrix,)
 
 
-@LOWERING.emits(
-    RopeOp, "head_dim", "kind", "theta", "factor", "low_freq_factor", "high_freq_factor", "original_positions"
-)
+@LOWERING.emits(RopeOp, "head_dim", *ROPE_TABLE)
 def _rope(op: RopeOp) -> tuple[Trace, ...]:
     dtype = operand_dtype(op, op.x)
     head_dim = op.head_dim.value.data

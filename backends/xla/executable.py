@@ -34,7 +34,7 @@ from plait.backends.xla.program import COMPILER_OPTIONS, Program
 from plait.backends.xla.split import split_module
 from plait.ir import kv_layouts, read_module
 from plait.ir.numbers import NUMPY
-from plait.ir.rope import angles
+from plait.ir.rope import tables
 from plait.spec import Boundary, KVLayout
 
 
@@ -182,5 +182,5 @@ def tables_of(program: Program, grid: Grid) -> list[tuple[NDArray[np.float32], N
 
 def _table(table: RopeTable, positions: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """cos and sin, [T, D / 2], of float32 angles."""
-    angle = angles(table.rope, table.head_dim, positions).astype(np.float64)
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    cos, sin = tables(table.rope, table.head_dim, positions)
+    return cos.astype(np.float32), sin.astype(np.float32)

@@ -13,6 +13,7 @@ from xdsl.dialects import builtin
 from xdsl.dialects.builtin import (
     DYNAMIC_INDEX,
     I64,
+    DenseArrayBase,
     Float64Type,
     FloatAttr,
     IntegerAttr,
@@ -24,7 +25,7 @@ from xdsl.irdl import IRDLOperation, IRDLOption, ParsePropInAttrDict, opt_prop_d
 from xdsl.utils.exceptions import VerifyException
 
 from plait.ir.facts import Cost, Step
-from plait.ir.types import DTYPES, QuantType, Tensor, is_dtype
+from plait.ir.types import DTYPES, Quant, Tensor, is_dtype
 
 Float64 = NDArray[np.float64]
 I64Attr = IntegerAttr[I64]
@@ -45,9 +46,13 @@ def f64(value: float) -> F64Attr:
     return FloatAttr(value, _F64)
 
 
-def properties(**values: int | float | str | None) -> dict[str, Attribute]:
+def f64s(values: Sequence[float]) -> Attribute:
+    return DenseArrayBase.from_list(_F64, list(values))
+
+
+def properties(**values: int | float | str | tuple[float, ...] | None) -> dict[str, Attribute]:
     """Python values as the ops' properties; None leaves the property out: absent means off."""
-    make: dict[type, Callable[[Any], Attribute]] = {int: i64, float: f64, str: StringAttr}
+    make: dict[type, Callable[[Any], Attribute]] = {int: i64, float: f64, str: StringAttr, tuple: f64s}
     return {name: make[type(value)](value) for name, value in values.items() if value is not None}
 
 
@@ -63,13 +68,16 @@ class BatchFacts(Protocol):
 
 
 class OracleKV:
-    """K and V pages of one layer in float64, (page, token, kv_head, head_dim); NaN where nothing was written."""
+    """K and V pages of one layer in float64, (page, token, kv_head, head_dim); NaN where nothing was written. Where K
+    holds the values too, V is empty."""
 
-    def __init__(self, pages: int, page_tokens: int, kv_heads: int, head_dim: int) -> None:
-        shape = (pages, page_tokens, kv_heads, head_dim)
+    def __init__(
+        self, pages: int, page_tokens: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None
+    ) -> None:
+        shape = (pages, page_tokens, kv_heads)
         self.page_tokens = page_tokens
-        self.k: Float64 = np.full(shape, np.nan)
-        self.v: Float64 = np.full(shape, np.nan)
+        self.k: Float64 = np.full((*shape, head_dim), np.nan)
+        self.v: Float64 = np.full((*shape, head_dim if v_head_dim is None else v_head_dim), np.nan)
 
 
 class PlaitOp(IRDLOperation):
@@ -152,13 +160,26 @@ def weight_type(value: SSAValue, what: str, rank: int) -> Tensor:
 def matrix_type(value: SSAValue, what: str, dtype: Attribute | None = None) -> Tensor:
     """The type of `value`, which must be a matrix made by a `plait.weight`: quantised, or of `dtype` where given."""
     kind = weight_type(value, what, 2)
-    if dtype is not None and not isinstance(kind.element_type, QuantType):
+    if dtype is not None and not isinstance(kind.element_type, Quant):
+        require(kind.element_type == dtype, "{} is {} where {} is due", what, kind, dtype)
+    return kind
+
+
+def stack_type(value: SSAValue, what: str, dtype: Attribute) -> Tensor:
+    """The type of `value`, which must be a stack of matrices made by a `plait.weight`: quantised, or of `dtype`."""
+    kind = weight_type(value, what, 3)
+    if not isinstance(kind.element_type, Quant):
         require(kind.element_type == dtype, "{} is {} where {} is due", what, kind, dtype)
     return kind
 
 
 def require_dtype(kind: Tensor, what: str) -> None:
     require(is_dtype(kind.element_type), "{} is {}: its element type must be one of {}", what, kind, _DTYPES)
+
+
+def number(attr: I64Attr | F64Attr | None) -> Any:
+    """The value of an attribute; None where it is absent."""
+    return None if attr is None else attr.value.data
 
 
 def require_positive(value: float, what: str) -> None:

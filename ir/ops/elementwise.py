@@ -1,4 +1,4 @@
-"""`plait.silu_mul`, `plait.gelu_mul` and `plait.add`."""
+"""`plait.silu_mul`, `plait.gelu_mul`, `plait.add`; of one tensor `plait.gelu` and `plait.scale`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, prop_def, result_def
 
 from plait.ir.facts import Cost, Step
-from plait.ir.ops.base import FORMAT, Float64, PlaitOp, activation_type, properties, require, tensor_type
+from plait.ir.ops.base import FORMAT, F64Attr, Float64, PlaitOp, activation_type, properties, require, tensor_type
 from plait.ir.types import dtype_bytes
 
 
@@ -55,10 +55,10 @@ class SiluMulOp(_Binary):
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         gate, up = operands
-        return (gate * _sigmoid(gate) * up,)
+        return (gate * sigmoid(gate) * up,)
 
 
-def _sigmoid(z: Float64) -> Float64:
+def sigmoid(z: Float64) -> Float64:
     # 1 / (1 + exp(-z)) as exp(-log(1 + exp(-z))): no overflow, and no cancellation far to the left.
     return np.asarray(np.exp(-np.logaddexp(0.0, -z)))
 
@@ -71,7 +71,7 @@ def _normal_cdf(z: Float64) -> Float64:
 #: By `approximate`: gelu(z) / z, and the flops of gelu_mul. 1/2 (1 + tanh u) is sigmoid(2 u).
 GELU: dict[str, tuple[Callable[[Float64], Float64], float]] = {
     "none": (_normal_cdf, 6.0),
-    "tanh": (lambda z: _sigmoid(math.sqrt(8.0 / math.pi) * (z + 0.044715 * z * z * z)), 10.0),
+    "tanh": (lambda z: sigmoid(math.sqrt(8.0 / math.pi) * (z + 0.044715 * z * z * z)), 10.0),
 }
 
 
@@ -110,3 +110,72 @@ class AddOp(_Binary):
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         return (operands[0] + operands[1],)
+
+
+class _Unary(PlaitOp):
+    """A tensor (tokens, width) in, one of the same type out."""
+
+    x = operand_def(TensorType)
+    result = result_def(TensorType)
+
+    assembly_format = FORMAT
+
+    def __init__(self, x: SSAValue, block: int | None = None, **own: str | float) -> None:
+        super().__init__(operands=[x], result_types=[x.type], properties=properties(block=block, **own))
+
+    def flops(self) -> float:
+        """Flops per value."""
+        return 1.0
+
+    def infer(self) -> Sequence[Attribute]:
+        return (activation_type(self.x, "x"),)
+
+    def cost(self, step: Step) -> Cost:
+        kind = tensor_type(self.x, "x", 2)
+        values = step.tokens * kind.get_shape()[1]
+        return Cost(self.flops() * values, 0.0, 2.0 * values * dtype_bytes(kind.element_type))
+
+
+@irdl_op_definition
+class GeluOp(_Unary):
+    """gelu(x), of an MLP without a gate. `approximate` as in `plait.gelu_mul`."""
+
+    name = "plait.gelu"
+    FORMULA: ClassVar[str] = "x / 2 (1 + erf(x / sqrt(2))), or its approximation by tanh"
+
+    approximate = prop_def(StringAttr)
+
+    def __init__(self, x: SSAValue, approximate: str, block: int | None = None) -> None:
+        super().__init__(x, block, approximate=approximate)
+
+    def infer(self) -> Sequence[Attribute]:
+        known = self.approximate.data
+        require(known in GELU, "approximate is one of {}, not {}", ", ".join(GELU), known)
+        return super().infer()
+
+    def oracle(self, *operands: Any) -> tuple[Float64, ...]:
+        return (operands[0] * GELU[self.approximate.data][0](operands[0]),)
+
+    def flops(self) -> float:
+        return GELU[self.approximate.data][1] - 1.0
+
+
+@irdl_op_definition
+class ScaleOp(_Unary):
+    """x times one number: Gemma's and Granite's multipliers."""
+
+    name = "plait.scale"
+    FORMULA: ClassVar[str] = "factor x"
+
+    factor = prop_def(F64Attr)
+
+    def __init__(self, x: SSAValue, factor: float, block: int | None = None) -> None:
+        super().__init__(x, block, factor=float(factor))
+
+    def infer(self) -> Sequence[Attribute]:
+        factor = self.factor.value.data
+        require(math.isfinite(factor) and factor != 0, "factor must be finite and not 0, not {}", factor)
+        return super().infer()
+
+    def oracle(self, *operands: Any) -> tuple[Float64, ...]:
+        return (operands[0] * self.factor.value.data,)

@@ -1,4 +1,4 @@
-"""`plait.embed`: token ids to rows of a table."""
+"""`plait.embed`: token ids to rows of a table; `plait.embed_positions`: positions to rows of one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from plait.ir.ops.base import (
     activation_type,
     matrix_type,
     properties,
+    require_dtype,
     tensor_type,
+    weight_type,
 )
-from plait.ir.types import BatchType, QuantType, dtype_bytes, tensor_bytes, tokens_by
+from plait.ir.types import BatchType, Quant, dtype_bytes, tensor_bytes, tokens_by
 
 
 @irdl_op_definition
@@ -47,7 +49,7 @@ class EmbedOp(PlaitOp):
     def infer(self) -> Sequence[Attribute]:
         kind = matrix_type(self.table, "the table")
         dtype = kind.element_type
-        if isinstance(dtype, QuantType):
+        if isinstance(dtype, Quant):
             dtype = activation_type(self.result, "the result").element_type
         return (tokens_by(kind.get_shape()[1], dtype),)
 
@@ -63,3 +65,37 @@ class EmbedOp(PlaitOp):
             weight_bytes=step.tokens * tensor_bytes(table) / table.get_shape()[0],
             activation_bytes=float(step.tokens * out.get_shape()[1] * dtype_bytes(out.element_type)),
         )
+
+
+@irdl_op_definition
+class EmbedPositionsOp(PlaitOp):
+    """x[t] = table[batch.positions[t]]: learned positions; table is (positions, hidden), of the dtype of its rows."""
+
+    name = "plait.embed_positions"
+    FORMULA: ClassVar[str] = "x[t] = table[positions[t]]"
+
+    table = operand_def(TensorType)
+    batch = operand_def(BatchType)
+    result = result_def(TensorType)
+
+    assembly_format = FORMAT
+
+    def __init__(self, table: SSAValue, batch: SSAValue, block: int | None = None) -> None:
+        kind = tensor_type(table, "the table", 2)
+        made = tokens_by(kind.get_shape()[1], kind.element_type)
+        super().__init__(operands=[table, batch], result_types=[made], properties=properties(block=block))
+
+    def infer(self) -> Sequence[Attribute]:
+        kind = weight_type(self.table, "the table", 2)
+        require_dtype(kind, "the table")
+        return (tokens_by(kind.get_shape()[1], kind.element_type),)
+
+    def oracle(self, *operands: Any) -> tuple[Float64, ...]:
+        table: Float64 = operands[0]
+        batch: BatchFacts = operands[1]
+        return (table[batch.positions],)
+
+    def cost(self, step: Step) -> Cost:
+        out = tensor_type(self.result, "the result", 2)
+        moved = float(step.tokens * out.get_shape()[1] * dtype_bytes(out.element_type))
+        return Cost(weight_bytes=moved, activation_bytes=moved)

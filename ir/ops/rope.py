@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from xdsl.dialects.builtin import StringAttr, TensorType
+from xdsl.dialects.builtin import DenseArrayBase, Float64Type, StringAttr, TensorType
 from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, opt_prop_def, prop_def, result_def
 
@@ -19,90 +19,112 @@ from plait.ir.ops.base import (
     I64Attr,
     PlaitOp,
     activation_type,
+    number,
     properties,
     require,
     tensor_type,
 )
-from plait.ir.rope import Rope, angles
+from plait.ir.rope import PARAMETERS, Rope, tables
 from plait.ir.types import BatchType, dtype_bytes
+
+#: Parameters that are whole numbers, as `Rope` has them.
+_WHOLE = ("original_positions", "truncate")
 
 
 @irdl_op_definition
 class RopeOp(PlaitOp):
-    """Rotate pairs (i, i + head_dim / 2) of each head by position x frequency: the "rotate half" order of Hugging Face
-    checkpoints. GGUF's interleaved rows are put into this order when they are read."""
+    """Rotate pairs (i, i + rotary_dim / 2) of each head by position x frequency: the "rotate half" order of Hugging
+    Face checkpoints. Interleaved rows are put into this order when they are read. Of a head only the first `rotary_dim`
+    features turn; absent, all of them. cos and sin are multiplied by `attention_factor`, where there is one."""
 
     name = "plait.rope"
-    FORMULA: ClassVar[str] = "(a, b) -> (a cos - b sin, b cos + a sin), pairs (i, i + head_dim/2)"
+    FORMULA: ClassVar[str] = "(a, b) -> (a cos - b sin, b cos + a sin), pairs (i, i + rotary_dim/2)"
 
     x = operand_def(TensorType)
     batch = operand_def(BatchType)
     head_dim = prop_def(I64Attr)
+    rotary_dim = opt_prop_def(I64Attr)
     kind = prop_def(StringAttr)
     theta = prop_def(F64Attr)
     factor = opt_prop_def(F64Attr)
     low_freq_factor = opt_prop_def(F64Attr)
     high_freq_factor = opt_prop_def(F64Attr)
+    beta_fast = opt_prop_def(F64Attr)
+    beta_slow = opt_prop_def(F64Attr)
     original_positions = opt_prop_def(I64Attr)
+    truncate = opt_prop_def(I64Attr)
+    factors = opt_prop_def(DenseArrayBase[Float64Type])
+    attention_factor = opt_prop_def(F64Attr)
     result = result_def(TensorType)
 
     assembly_format = FORMAT
 
-    def __init__(self, x: SSAValue, batch: SSAValue, head_dim: int, rope: Rope, block: int | None = None) -> None:
-        def number(value: float | None) -> float | None:
-            return None if value is None else float(value)
-
+    def __init__(
+        self,
+        x: SSAValue,
+        batch: SSAValue,
+        head_dim: int,
+        rope: Rope,
+        block: int | None = None,
+        rotary_dim: int | None = None,
+    ) -> None:
+        given = {name: getattr(rope, name) for name in PARAMETERS}
         super().__init__(
             operands=[x, batch],
             result_types=[x.type],
             properties=properties(
                 head_dim=head_dim,
+                rotary_dim=rotary_dim,
                 kind=rope.kind,
                 theta=float(rope.theta),
-                factor=number(rope.factor),
-                low_freq_factor=number(rope.low_freq_factor),
-                high_freq_factor=number(rope.high_freq_factor),
-                original_positions=rope.original_positions,
                 block=block,
+                **{name: _exact(name, value) for name, value in given.items()},
             ),
         )
 
     @property
     def rope(self) -> Rope:
         """The parameters as one value."""
+        factors = None if self.factors is None else tuple(self.factors.get_values())
+        given = {name: number(getattr(self, name)) for name in PARAMETERS if name != "factors"}
+        return Rope(theta=self.theta.value.data, kind=self.kind.data, factors=factors, **given)  # type: ignore[arg-type]
 
-        def number(attr: F64Attr | None) -> float | None:
-            return None if attr is None else attr.value.data
-
-        return Rope(
-            theta=self.theta.value.data,
-            kind=self.kind.data,  # type: ignore[arg-type]  # `infer` refuses unknown kinds
-            factor=number(self.factor),
-            low_freq_factor=number(self.low_freq_factor),
-            high_freq_factor=number(self.high_freq_factor),
-            original_positions=None if self.original_positions is None else self.original_positions.value.data,
-        )
+    @property
+    def rotated(self) -> int:
+        """Features of a head that turn."""
+        return self.head_dim.value.data if self.rotary_dim is None else self.rotary_dim.value.data
 
     def infer(self) -> Sequence[Attribute]:
-        kind, head_dim = activation_type(self.x, "x"), self.head_dim.value.data
-        require(head_dim > 0 and head_dim % 2 == 0, "head_dim must be even, not {}", head_dim)
+        kind, head_dim, rotated = activation_type(self.x, "x"), self.head_dim.value.data, self.rotated
+        require(head_dim > 0, "head_dim must be positive, not {}", head_dim)
+        what = "head_dim" if self.rotary_dim is None else "rotary_dim"
+        require(0 < rotated <= head_dim and rotated % 2 == 0, "{} must be even, not {}", what, rotated)
         require(kind.get_shape()[1] % head_dim == 0, "x is {}: not whole heads of {}", kind, head_dim)
-        problem = self.rope.problem()
+        rope = self.rope
+        problem = rope.problem()
         require(problem is None, "{}", problem)
+        count = len(rope.factors or ())
+        require(rope.factors is None or count == rotated // 2, "{} factors for {} pairs", count, rotated // 2)
         return (kind,)
 
     def oracle(self, *operands: Any) -> tuple[Float64, ...]:
         x: Float64 = operands[0]
         batch: BatchFacts = operands[1]
-        head_dim = self.head_dim.value.data
-        angle = angles(self.rope, head_dim, batch.positions).astype(np.float64)[:, None, :]
-        a, b = np.split(x.reshape(len(x), -1, head_dim), 2, axis=-1)
-        rotated = np.concatenate(
-            (a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)), axis=-1
-        )
-        return (rotated.reshape(x.shape),)
+        cos, sin = (table[:, None, :] for table in tables(self.rope, self.rotated, batch.positions))
+        heads = x.reshape(len(x), -1, self.head_dim.value.data)
+        a, b = np.split(heads[..., : self.rotated], 2, axis=-1)
+        rotated = (a * cos - b * sin, b * cos + a * sin, heads[..., self.rotated :])
+        return (np.concatenate(rotated, axis=-1).reshape(x.shape),)
 
     def cost(self, step: Step) -> Cost:
         kind = tensor_type(self.x, "x", 2)
         values = step.tokens * kind.get_shape()[1]
-        return Cost(3.0 * values, 0.0, 2.0 * values * dtype_bytes(kind.element_type))
+        turned = values * self.rotated / self.head_dim.value.data
+        return Cost(3.0 * turned, 0.0, 2.0 * values * dtype_bytes(kind.element_type))
+
+
+def _exact(name: str, value: Any) -> Any:
+    """A parameter in its property's type."""
+    if value is None or name in _WHOLE:
+        return value
+    return tuple(map(float, value)) if isinstance(value, tuple) else float(value)

@@ -13,6 +13,7 @@ from xdsl.rewriter import InsertPoint, Rewriter
 
 from plait.ir.module import main, ops
 from plait.ir.ops import AddOp, AddRmsNormOp, LinearOp, LinearsOp, RmsNormOp, WeightOp
+from plait.ir.ops.base import number
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ class FuseAddNormPass(ModulePass):
         places = _places(op)
         for norm in list(ops(op)):
             add = norm.x.owner if isinstance(norm, RmsNormOp) else None
-            if not isinstance(norm, RmsNormOp) or not isinstance(add, AddOp):
+            if not isinstance(norm, RmsNormOp) or norm.group is not None or not isinstance(add, AddOp):
                 continue
             if any(places[use.operation] < places[norm] for use in add.result.uses):
                 continue  # somebody needs the sum before the norm's place
-            fused = AddRmsNormOp(add.x, add.y, norm.weight, norm.eps.value.data, norm.block_index)
+            offset = number(norm.offset)
+            fused = AddRmsNormOp(add.x, add.y, norm.weight, norm.eps.value.data, norm.block_index, offset=offset)
             Rewriter.insert_op(fused, InsertPoint.before(norm))
             places[fused] = places[norm]
             Rewriter.replace_op(norm, [], [fused.normed])

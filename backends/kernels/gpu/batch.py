@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from plait.backends.base import Batch
 from plait.backends.kernels.gpu.launch import Fact
-from plait.ir.rope import Rope, angles
+from plait.ir.rope import Rope, tables
 
 Array = NDArray[Any]
 
@@ -29,7 +29,7 @@ class Facts:
         self._batch, self._page_tokens = batch, page_tokens
         self._lens = np.diff(batch.query_starts)
         self._decoding = np.flatnonzero(self._lens == 1)
-        self._turned: dict[tuple[Rope, int], NDArray[np.float64]] = {}
+        self._turned: dict[tuple[Rope, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         assert padded is None or self.is_decode, "only decode steps are padded"
         longest = int(batch.kv_lens[self._decoding].max(initial=0))
         self.symbols: dict[str, int] = {
@@ -84,11 +84,11 @@ class Facts:
         keys = (self._batch.kv_lens - self._lens)[made[:, 0]] + made[:, 1]
         return np.asarray(made[np.argsort(-keys, kind="stable")])
 
-    def _angles(self, fact: Fact) -> NDArray[np.float64]:
+    def _tables(self, fact: Fact) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         rope, head_dim = fact.rope, fact.head_dim
         assert rope is not None and head_dim is not None
         if (rope, head_dim) not in self._turned:
-            self._turned[rope, head_dim] = angles(rope, head_dim, self._batch.positions).astype(np.float64)
+            self._turned[rope, head_dim] = tables(rope, head_dim, self._batch.positions)
         return self._turned[rope, head_dim]
 
 
@@ -101,8 +101,8 @@ _MAKERS: dict[str, Callable[[Facts, Fact], Any]] = {
     "tiles": Facts._tiles,
     "slots": Facts._slots,
     "table": Facts._table,
-    "cos": lambda facts, fact: np.cos(facts._angles(fact)),
-    "sin": lambda facts, fact: np.sin(facts._angles(fact)),
+    "cos": lambda facts, fact: facts._tables(fact)[0],
+    "sin": lambda facts, fact: facts._tables(fact)[1],
 }
 
 #: What stands where a padded batch has no row. A slot or sequence of -1 does nothing; the rest is read and thrown away.

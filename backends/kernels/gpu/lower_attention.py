@@ -17,7 +17,7 @@ from plait.backends.kernels.gpu.draft import (
 )
 from plait.backends.kernels.gpu.launch import Fact, Pointer
 from plait.backends.kernels.gpu.product import values
-from plait.backends.kernels.lowering import attribute_dtype, operand_dtype, refuse, rope_of, weight_name
+from plait.backends.kernels.lowering import ROPE_TABLE, attribute_dtype, operand_dtype, refuse, rope_of, weight_name
 from plait.ir.ops import AttentionOp, RopeOp
 from plait.spec import kv_class
 
@@ -26,9 +26,7 @@ from plait.spec import kv_class
 SPLIT_KEYS, MAX_SPLITS = 256, 32
 
 
-@LOWERING.emits(
-    RopeOp, "head_dim", "kind", "theta", "factor", "low_freq_factor", "high_freq_factor", "original_positions"
-)
+@LOWERING.emits(RopeOp, "head_dim", *ROPE_TABLE)
 def _rope(op: RopeOp) -> Emit:
     operand_dtype(op, op.x)
     rope_of(op)
