@@ -39,9 +39,9 @@ class Rope:
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
+    original_positions: int | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
-    original_positions: int | None = None
     truncate: int | None = None
     factors: tuple[float, ...] | None = None
     attention_factor: float | None = None
