@@ -1,7 +1,7 @@
 """Opening a checkpoint, in whatever form it lies there. Tensor data is not read.
 
 model.safetensors   model.safetensors.index.json   a directory   a hub cache folder   model.gguf   config.json alone
-model.pt2 (a program that torch.export saved)
+model.pt2 (a program that torch.export saved)   model.onnx
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from plait.errors import CheckpointError, UsageError
 from plait.frontend import safetensors
 from plait.frontend.config import DecoderConfig
 from plait.frontend.config_reader import token_ids
-from plait.frontend.exported import ProgramConfig, read_program
+from plait.frontend.exported import read_program
 from plait.frontend.families import read_config
 from plait.frontend.files import TensorFiles, parse_json, read_json, read_text
 from plait.frontend.locate import INDEX_SUFFIX, find, index_of
+from plait.frontend.own import OwnModule
 from plait.frontend.quantisation import join_scales
 from plait.frontend.quantisation.modelopt import from_file
 from plait.spec import WeightRef
@@ -39,7 +40,7 @@ class Checkpoint:
     """
 
     name: str
-    config: DecoderConfig | ProgramConfig
+    config: DecoderConfig | OwnModule
     weights: dict[str, WeightRef] | None
     files: dict[str, tuple[int, str]]
     dtype: str
@@ -67,8 +68,8 @@ def open_checkpoint(path: Path | str, config: Path | str | None = None) -> Check
     """Read everything about a checkpoint but its tensors' data.
 
     Args:
-        path: a `.safetensors`, `.gguf` or `.pt2` file, a `*.safetensors.index.json`, a directory that holds such, the
-            cache folder of a model of the hub, or a config.json (to plan without weights).
+        path: a `.safetensors`, `.gguf`, `.pt2` or `.onnx` file, a `*.safetensors.index.json`, a directory that
+            holds such, the cache folder of a model of the hub, or a config.json (to plan without weights).
         config: the config.json to use instead of the one beside the weights.
 
     Raises:
@@ -151,11 +152,21 @@ def _open_program(path: Path, override: Path | None) -> Checkpoint:
     return _checkpoint(path, path.parent, config, tensors)
 
 
+def _open_onnx(path: Path, override: Path | None) -> Checkpoint:
+    from plait.frontend.onnx import read_onnx
+
+    if override is not None:
+        raise UsageError("config-twice", f"--config was given, and {path.name} is a graph, which needs none")
+    config, tensors = read_onnx(path)
+    return _checkpoint(path, path.parent, config, tensors)
+
+
 _OPENERS: dict[str, Callable[[Path, Path | None], Checkpoint]] = {
     ".safetensors": _open_safetensors,
     ".json": _open_json,
     ".gguf": _open_gguf,
     ".pt2": _open_program,
+    ".onnx": _open_onnx,
 }
 
 
@@ -164,7 +175,7 @@ def _read_config_file(path: Path) -> DecoderConfig:
 
 
 def _checkpoint(
-    path: Path, config_folder: Path, config: DecoderConfig | ProgramConfig, tensors: TensorFiles | None
+    path: Path, config_folder: Path, config: DecoderConfig | OwnModule, tensors: TensorFiles | None
 ) -> Checkpoint:
     """Put together what lies beside the weights, or else beside the config."""
     folders = dict.fromkeys((path.parent, config_folder))

@@ -60,6 +60,12 @@ class ProgramConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
+    def build(self, dtype: str) -> ModuleOp:
+        return build_program(self, dtype)
+
+    def unused(self) -> dict[str, str]:
+        return {}  # what is no argument of the program stands in its text
+
     @property
     def note(self) -> str:
         """What a user should know of the plan."""

@@ -8,7 +8,8 @@ from plait.errors import CheckpointError, UnsupportedError, did_you_mean
 from plait.frontend.files import read_json, read_text, some, unreadable
 
 INDEX_SUFFIX = ".safetensors.index.json"
-SUFFIXES = (".safetensors", ".json", ".gguf", ".pt2")
+SUFFIXES = (".safetensors", ".json", ".gguf", ".pt2", ".onnx")
+_WEIGHTS = tuple(suffix for suffix in SUFFIXES if suffix != ".json")
 OTHER_FORMATS = {
     ".bin": "a pickle, which can run code when it is opened",
     ".pt": "a pickle, which can run code when it is opened",
@@ -16,7 +17,6 @@ OTHER_FORMATS = {
     ".ckpt": "a pickle, which can run code when it is opened",
     ".h5": "a Keras file",
     ".msgpack": "a Flax file",
-    ".onnx": "an ONNX model, which plait does not read yet",
 }
 
 
@@ -95,7 +95,7 @@ def _find_in(folder: Path) -> Path:
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     singles = [name for name in names if name == "model.safetensors"]
     # Repositories carry other formats beside the standard one (consolidated.safetensors); the standard names win.
-    candidates = indexes + singles or [name for name in names if name.endswith((".safetensors", ".gguf", ".pt2"))]
+    candidates = indexes + singles or [name for name in names if Path(name).suffix in _WEIGHTS]
     if len(candidates) > 1:
         raise CheckpointError(
             "checkpoint-ambiguous",
@@ -113,6 +113,6 @@ def _find_in(folder: Path) -> Path:
     raise CheckpointError(
         "checkpoint-missing",
         f"{folder} holds no checkpoint",
-        why="looked for *.safetensors, an index, *.gguf, *.pt2 and config.json",
+        why="looked for *.safetensors, an index, *.gguf, *.pt2, *.onnx and config.json",
         hint="it looks like an artifact: `plait run` it" if "manifest.json" in names else "did the download finish?",
     )

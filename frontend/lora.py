@@ -17,7 +17,7 @@ from xdsl.dialects.builtin import ModuleOp
 from plait.errors import CheckpointError, UnsupportedError, did_you_mean
 from plait.frontend import safetensors
 from plait.frontend.checkpoint import Checkpoint
-from plait.frontend.exported import ProgramConfig
+from plait.frontend.config import DecoderConfig
 from plait.frontend.families.decoder import EMBEDDING, LM_HEAD
 from plait.frontend.files import read_json, some
 from plait.frontend.lora_config import LoraConfig, read_lora_config
@@ -95,9 +95,11 @@ def read_adapters(folders: Sequence[Path], checkpoint: Checkpoint, module: Modul
     """
     if not folders:
         return ()
-    if isinstance(checkpoint.config, ProgramConfig):
+    if not isinstance(checkpoint.config, DecoderConfig):
         raise UnsupportedError(
-            "lora-model", f"{checkpoint.name} takes no adapter", why="an exported program's weights are its own"
+            "lora-model",
+            f"{checkpoint.name} takes no adapter",
+            why="the weights of an exported program have names of their own",
         )
     stored = checkpoint.weights or {}
     held = weights(module)

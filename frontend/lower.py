@@ -12,7 +12,6 @@ from xdsl.dialects.builtin import ModuleOp, TensorType
 from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.checkpoint import Checkpoint
 from plait.frontend.config import DecoderConfig
-from plait.frontend.exported import ProgramConfig, build_program
 from plait.frontend.families import family
 from plait.frontend.families.decoder import EMBEDDING, LM_HEAD
 from plait.frontend.files import some, unreadable
@@ -41,11 +40,13 @@ def lower(
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is used by no op, by name.
     """
-    if isinstance(checkpoint.config, ProgramConfig):
-        return build_program(checkpoint.config, dtype or checkpoint.dtype)
-    module = family(checkpoint.family).build(checkpoint.config, dtype or checkpoint.dtype)
-    stored = checkpoint.weights
-    quantise_types(module, _said(checkpoint.config, module) if stored is None else _stored(stored, keep_blocks))
+    config, stored = checkpoint.config, checkpoint.weights
+    if isinstance(config, DecoderConfig):
+        module = family(checkpoint.family).build(config, dtype or checkpoint.dtype)
+        quantise_types(module, _said(config, module) if stored is None else _stored(stored, keep_blocks))
+    else:
+        module = config.build(dtype or checkpoint.dtype)
+        quantise_types(module, _stored(stored or {}, keep_blocks))
     if checkpoint.weights is not None:
         unused_tensors(checkpoint, module, read=read)
     return module
@@ -58,20 +59,20 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     Raises:
         CheckpointError: as `lower` says.
     """
-    if isinstance(checkpoint.config, ProgramConfig):
-        return {}  # what is no argument of the program stands in its text
-    stored = checkpoint.weights or {}
+    config, stored = checkpoint.config, checkpoint.weights or {}
     needed = {name: _shape(op.result.type) for name, op in weights(module).items()}
     _check_missing(checkpoint, stored, needed)
     _check_shapes(stored, needed)
+    if not isinstance(config, DecoderConfig):
+        return config.unused()
     _check_dtypes(checkpoint, stored, needed)
     harmless = family(checkpoint.family).harmless
-    said = checkpoint.config.quantisation
+    said = config.quantisation
     if said is not None:
         harmless = {**harmless, **said.harmless}
     reasons: dict[str, str] = {}
     for name in stored.keys() - needed.keys():
-        if checkpoint.config.tied and name == LM_HEAD:
+        if config.tied and name == LM_HEAD:
             _check_tied(stored[EMBEDDING], stored[LM_HEAD], read)
             reasons[name] = f"tied: equal to {EMBEDDING}"
         elif reason := next((why for pattern, why in harmless.items() if re.fullmatch(pattern, name)), None):

@@ -90,7 +90,7 @@ def request(
     """Resolve the arguments that `plan` and `compile` share.
 
     Args:
-        model: a .safetensors, .gguf or .pt2 file, an index, a directory, or a config.json to plan without weights.
+        model: a .safetensors, .gguf, .pt2 or .onnx file, an index, a directory, or a config.json (plan only).
         targets: `"h100,mi300"`, a list of such, or `Target`s. Instead of a cluster or a plan.
         cluster: a `cluster.yaml` or a `Cluster`.
         plan: a `plan.yaml` or a `Plan`, honoured exactly or refused by name; it brings its cluster and workload.
@@ -265,6 +265,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     from plait.backends.base import CompileOptions
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
+    from plait.frontend.config import DecoderConfig
     from plait.frontend.exported import ProgramConfig
     from plait.frontend.lora import read_adapters
     from plait.frontend.lower import lower
@@ -278,8 +279,8 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         checkpoint = open_checkpoint(asked.model, asked.config)
     except CheckpointError as err:
         raise pulled(err, asked.model) from err.__cause__
-    program = checkpoint.config if isinstance(checkpoint.config, ProgramConfig) else None
-    check_backends = check_backends or program is not None  # most of them refuse it
+    note = None if isinstance(checkpoint.config, DecoderConfig) else checkpoint.config.note
+    check_backends = check_backends or isinstance(checkpoint.config, ProgramConfig)  # most of them refuse it
     progress("lower", 0, 1)
     module = lower(checkpoint, asked.dtype, read=check_backends)
     if asked.kv_dtype is not None:
@@ -310,7 +311,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         slices.append(replace(item, quantize=kind, group_size=group_size))
         if kind is not None:
             quantise_blocks(module, *item.blocks, kind, group_size)
-    notes = (*((program.note,) if program else ()), *(_merged_note(adapter, checkpoint) for adapter in adapters))
+    notes = (*((note,) if note else ()), *(_merged_note(adapter, checkpoint) for adapter in adapters))
     plan = replace(plan, slices=tuple(slices), notes=notes or None, kv_dtype=asked.kv_dtype)
     return Planned(checkpoint, module, plan, adapters)
 

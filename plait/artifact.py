@@ -180,12 +180,9 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 
 def weights_identity(path: Path) -> tuple[int, str]:
     """Size in bytes and digest of the header of a weights file."""
-    from plait.frontend import gguf, pt2, safetensors
+    from plait.frontend.identity import identity
 
-    if path.suffix == ".pt2":
-        return pt2.identity(path)
-    files = gguf.read_gguf(path).tensors.files if path.suffix == ".gguf" else safetensors.read_file(path).files
-    return files[str(path)]
+    return identity(path)
 
 
 def check_weights(artifact: Artifact) -> None:

@@ -17,7 +17,7 @@ from plait.words import bytes_text
 if TYPE_CHECKING:
     from plait.cli.screen import Screen
     from plait.frontend.config import DecoderConfig
-    from plait.frontend.exported import ProgramConfig
+    from plait.frontend.own import OwnModule
 
 NAME = "inspect"
 
@@ -114,7 +114,7 @@ def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
     """
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
-    from plait.frontend.exported import ProgramConfig
+    from plait.frontend.config import DecoderConfig
     from plait.frontend.lower import lower, unused_tensors
     from plait.ir import weights
     from plait.pull import pulled
@@ -138,7 +138,7 @@ def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
         "kv_bytes_per_token": sum(kv.bytes_per_token for unit in units for kv in unit.facts.kv),
         "max_positions": checkpoint.max_positions,
         "config": config_facts(checkpoint.config),
-        "note": checkpoint.config.note if isinstance(checkpoint.config, ProgramConfig) else None,
+        "note": None if isinstance(checkpoint.config, DecoderConfig) else checkpoint.config.note,
         "tokenizer": checkpoint.tokenizer is not None,
         "chat_template": checkpoint.chat_template is not None,
         "tensors": None if stored is None else _by_encoding((part.encoding, part.nbytes) for part in stored),
@@ -157,7 +157,7 @@ def _by_encoding(refs: Any) -> dict[str, dict[str, int]]:
     return {name: {"tensors": counts[name], "bytes": size} for name, size in sizes.most_common()}
 
 
-def config_facts(config: DecoderConfig | ProgramConfig) -> dict[str, Any]:
+def config_facts(config: DecoderConfig | OwnModule) -> dict[str, Any]:
     """The config in normal form; what every block has alike is said once."""
     from plait.spec import to_dict
 

@@ -28,7 +28,7 @@ class PlanOptions:
         typer.Argument(
             metavar="MODEL",
             show_default=False,
-            help="A .safetensors, .gguf or .pt2 file, an index of shards, a directory, or a config.json (plan only).",
+            help="A .safetensors, .gguf, .pt2 or .onnx file, an index, a directory, or a config.json (plan only).",
         ),
     ]
     targets: Annotated[

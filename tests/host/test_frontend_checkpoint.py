@@ -162,7 +162,7 @@ def test_an_index_and_a_single_file_are_ambiguous(tmp_path: Path, folder: Path) 
     assert refused(sharded).code == "checkpoint-ambiguous"
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.onnx", "flax_model.msgpack"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "flax_model.msgpack"])
 def test_other_formats_are_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(b"x")

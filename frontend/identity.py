@@ -1,0 +1,52 @@
+"""What tells whether a weights file is still the one that was compiled: its size, and a digest of its header."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+
+def identity(path: Path) -> tuple[int, str]:
+    """Size in bytes and digest of the header; of a file that is nothing but data (ONNX's external data) the size tells.
+
+    Raises CheckpointError where the file is not what its name says.
+    """
+    return _KINDS.get(path.suffix, _data)(path)
+
+
+def _safetensors(path: Path) -> tuple[int, str]:
+    from plait.frontend import safetensors
+
+    return safetensors.read_file(path).files[str(path)]
+
+
+def _gguf(path: Path) -> tuple[int, str]:
+    from plait.frontend import gguf
+
+    return gguf.read_gguf(path).tensors.files[str(path)]
+
+
+def _program(path: Path) -> tuple[int, str]:
+    from plait.frontend import pt2
+
+    return pt2.identity(path)
+
+
+def _onnx(path: Path) -> tuple[int, str]:
+    from plait.frontend import onnx_file
+
+    return onnx_file.identity(path)
+
+
+def _data(path: Path) -> tuple[int, str]:
+    from plait.frontend import onnx_file
+
+    return onnx_file.data_identity(path)
+
+
+_KINDS: dict[str, Callable[[Path], tuple[int, str]]] = {
+    ".safetensors": _safetensors,
+    ".gguf": _gguf,
+    ".pt2": _program,
+    ".onnx": _onnx,
+}
