@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.backends.codes import BLOCKS, check_finite, read_elements
-from plait.backends.ranges import read_bytes, taken
+from plait.backends.ranges import members, read_bytes, taken
 from plait.backends.scales import read_scales
+from plait.errors import CheckpointError
 from plait.ir.numbers import NUMPY, Packed, Quantised
 from plait.ir.quant import quant_type
 from plait.ir.types import PackedType, QuantType
@@ -29,26 +30,30 @@ def read_quantised(ref: WeightRef, root: Path | None = None) -> Quantised | Pack
         CheckpointError: as `plait.backends.weights.read_weight` says.
     """
     if ref.stack:
-        return _stacked([read_quantised(member, root) for member in ref.stack])
+        return _stacked(ref, root)
     return _read_blocks(ref, root) if ref.encoding in BLOCKS else _read_codes(ref, root)
 
 
-def _stacked(members: list[Quantised | Packed]) -> Quantised | Packed:
-    names = [field.name for field in fields(members[0]) if field.name != "kind"]
-    parts = {name: [getattr(member, name) for member in members] for name in names}
+def _stacked(ref: WeightRef, root: Path | None) -> Quantised | Packed:
+    if quant_type(ref) is None:
+        kinds = sorted({str(quant_type(member)) for member in ref.stack})
+        raise CheckpointError("weight-format", f"the matrices of {ref.name!r} are {' and '.join(kinds)}")
+    read = [read_quantised(member, root) for member in members(ref)]
+    names = [field.name for field in fields(read[0]) if field.name != "kind"]
+    parts = {name: [getattr(one, name) for one in read] for name in names}
     whole: dict[str, Any] = {name: None if part[0] is None else np.stack(part) for name, part in parts.items()}
-    return replace(members[0], **whole)
+    return replace(read[0], **whole)
 
 
 def _read_codes(ref: WeightRef, root: Path | None) -> Quantised:
-    stored, kind = read_scales(ref, root), quant_type(ref)
+    codes, stored, kind = read_elements(ref, root), read_scales(ref, root), quant_type(ref)
     assert isinstance(kind, QuantType), "it has scales"
     lead, shape = ref.shape[:-2], ref.shape if len(ref.shape) > 1 else (*ref.shape, 1)
     parts = stored.of_rows(taken(ref), kind.block[0])
     numbers: dict[str, Any] = {
-        name: None if part is None else part.reshape(*lead, *part.shape[1:]) for name, part in parts.items()
+        name: None if part is None else part.reshape((*lead, *part.shape[1:])) for name, part in parts.items()
     }
-    return Quantised(kind, read_elements(ref, root).reshape(shape), **numbers)
+    return Quantised(kind, codes.reshape(shape), **numbers)
 
 
 def _read_blocks(ref: WeightRef, root: Path | None) -> Quantised | Packed:

@@ -33,8 +33,8 @@ CHUNK_BYTES = 1 << 20
 GAP_BYTES = 1 << 14
 """What lies between two wanted runs is read too where it is shorter: skipping it costs as much."""
 
-TRANSPOSED_LINES = 64
-"""At least so many lines at once, where each becomes a column: what is written then are runs, not single elements."""
+TRANSPOSED_ROWS = 64
+"""At least so many stored rows at once, where each becomes a column: what is written then are runs, not elements."""
 
 BITS = {
     "float32": 32, "float16": 16, "bfloat16": 16, "i32": 32, "i64": 64,
@@ -109,6 +109,16 @@ WORDS = ("gptq", "down", "awq")
 """Packings of codes in int32 words."""
 
 
+def members(ref: WeightRef) -> tuple[WeightRef, ...]:
+    """The matrices of a stack. Raises CheckpointError `weight-range` where they do not make up its shape."""
+    if len(ref.stack) != ref.shape[0] or any(member.shape != ref.shape[1:] for member in ref.stack):
+        shapes = sorted({member.shape for member in ref.stack})
+        raise CheckpointError(
+            "weight-range", f"{ref.name!r} of {list(ref.shape)} is a stack of {len(ref.stack)} matrices of {shapes}"
+        )
+    return ref.stack
+
+
 def _dimensions(ref: WeightRef) -> tuple[int, int, int]:
     """(matrices, rows, columns) of the weight. A vector is a column; one of halves of bytes or of blocks, a row."""
     shape = ref.shape
@@ -170,7 +180,7 @@ def chunks(ref: WeightRef, root: Path | None, rows: Index | None, multiple: int 
     step = max(1, CHUNK_ELEMENTS // max(1, form.columns * form.line_rows))
     if form.transposed:
         lines = -(-multiple // form.line_rows)
-        step, rows = -(-max(step, TRANSPOSED_LINES) // lines) * lines, None
+        step, rows = -(-max(step, TRANSPOSED_ROWS // form.line_rows) // lines) * lines, None
     spans = _spans(form, rows)
     with opened(ref, root) as file:
         for matrix in range(form.matrices):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.backends.codes import BLOCKS, check_finite, finite, unpack
-from plait.backends.ranges import Chunk, Layout, chunks, layout, put, read_bytes, taken
+from plait.backends.ranges import Chunk, Layout, chunks, layout, members, put, read_bytes, taken
 from plait.backends.scales import read_scales
 from plait.errors import CheckpointError, UserError, did_you_mean
 from plait.ir.numbers import NUMPY
@@ -89,7 +89,7 @@ def _fill(out: Array, refs: Sequence[WeightRef], dtype: str, root: Path | None) 
     """Read weights that are rows of one stored tensor; a single one need not be."""
     ref = refs[0]
     if ref.stack:
-        for member, part in zip(ref.stack, out, strict=True):
+        for member, part in zip(members(ref), out, strict=True):
             read_weight(member, dtype, root, part)
         return
     form, *_ = [layout(member) for member in refs]
