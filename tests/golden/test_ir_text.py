@@ -15,7 +15,7 @@ from plait.errors import VerifyError
 from plait.ir import Builder, parse_module, print_module, weights
 from plait.ir.passes import SLICE_PIPELINE, parse_passes, run_passes, slice_modules
 from plait.ir.quant import quantise_types
-from plait.ir.types import QuantType, element, tensor
+from plait.ir.types import PackedType, QuantType, element, tensor
 from tests.golden.conftest import Golden
 from tests.ir_models import Shape, build
 
@@ -31,6 +31,8 @@ def quantised_module() -> ModuleOp:
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 4, "scale": 0.5}
     y = b.attention(q, k, v, sinks="sinks", kv_dtype="e4m3fn", **shape)
     y = b.gelu_mul(b.linear(y, "gate.w", 24), b.linear(y, "up.w", 24), "tanh")
+    for name, width in (("nvfp4.w", 32), ("mxfp4.w", 64), ("nf4.w", 64), ("u8.w", 256), ("packed.w", 24)):
+        y = b.linear(y, name, width)
     b.block = None
     module = b.finish({"logits": b.logits(b.linear(y, "down.w", 16), "head", 32)})
     kinds = {
@@ -41,6 +43,11 @@ def quantised_module() -> ModuleOp:
         "gate.w": QuantType.get("u4", "float16", (1, 4), zero=8),
         "up.w": QuantType.get("u4", "float16", (1, 4), zero="float16"),
         "down.w": QuantType.get("u4", "float16", (1, 24), minimum="float16"),
+        "nvfp4.w": QuantType.get("e2m1", "e4m3fn", (1, 8), outer=True),
+        "mxfp4.w": QuantType.get("e2m1", "e8m0", (1, 32)),
+        "nf4.w": QuantType.get("nf4", "float32", (1, 64)),
+        "u8.w": QuantType.get("u8", "float16", (1, 32), zero="float16", ordered=True),
+        "packed.w": PackedType.get("Q4_K"),
         "head": QuantType.get("e4m3fnuz"),
     }
     quantise_types(module, kinds)
@@ -195,6 +202,14 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
         r"plait.add_rms_norm %3, %13, \1tensor<?x16xf32>, tensor<?x8xf32>, ",
     ),
     ("codes of f32", QUANTISED, r"quant<f8E4M3FN", "quant<f32"),
+    ("a block nobody knows", QUANTISED, r"packed<Q4_K>", "packed<Q4_KX>"),
+    ("rows of no whole blocks", QUANTISED, r"24x256x!plait.packed", "24x255x!plait.packed"),
+    ("a packed vector", QUANTISED, r"tensor<16xf32>", "tensor<16x!plait.packed<Q4_K>>"),
+    ("an outer scale in f16", QUANTISED, r"outer f32", "outer f16"),
+    ("an order in i64", QUANTISED, r"order i32", "order i64"),
+    ("an order of whole rows", QUANTISED, r"group 32, zero f16, order", "per row, zero f16, order"),
+    ("a zero in FP8", QUANTISED, r"zero f16, order", "zero f8E4M3FN, order"),
+    ("a part of nonsense", QUANTISED, r"outer f32", "inner f32"),
     ("a scale in f64", QUANTISED, r"scale f32 block", "scale f64 block"),
     ("a block of no rows", QUANTISED, r"block 8x12", "block 0x12"),
     ("a group of nothing", QUANTISED, r"group 4", "group 0"),

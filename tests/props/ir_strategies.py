@@ -10,7 +10,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from plait.ir import Builder, Rope, print_module, weights
 from plait.ir.quant import quantise_types
-from plait.ir.types import CODES, DTYPES, FP8, QuantType
+from plait.ir.types import CODES, DTYPES, FP8, SCALES, QuantType
 from tests.ir_models import Shape
 
 #: Any name that the IR takes: quotes, backslashes and control characters too.
@@ -106,19 +106,20 @@ def modules(draw: st.DrawFn) -> Made:
 @st.composite
 def quant_types(draw: st.DrawFn) -> QuantType:
     """Formats that a matrix with an even number of columns can have; groups are of one, two or four."""
-    code, scale = draw(st.sampled_from(list(CODES))), draw(st.sampled_from(list(DTYPES)))
+    code, scale = draw(st.sampled_from(list(CODES))), draw(st.sampled_from(list(SCALES)))
     group = st.tuples(st.just(1), st.sampled_from([1, 2, 4]))
     block = st.tuples(st.integers(2, 1 << 40), st.integers(1, 1 << 40))
     layout = draw(st.sampled_from([(0, 0), (1, 0)]) | group | block)
     offset = (
         {}
-        if code in FP8
+        if code in (*FP8, "e2m1", "nf4")
         else draw(
             st.fixed_dictionaries({"zero": st.none() | st.integers(1, 15) | st.sampled_from(list(DTYPES))})
             | st.fixed_dictionaries({"minimum": st.sampled_from(list(DTYPES))})
         )
     )
-    return QuantType.get(code, scale, layout, **offset)
+    ordered = layout[1] > 0 and draw(st.booleans())
+    return QuantType.get(code, scale, layout, outer=draw(st.booleans()), ordered=ordered, **offset)
 
 
 @st.composite

@@ -19,10 +19,20 @@ builtin.module attributes {plait.model = "m"} {
     %18 = plait.weight "up.w" {block = 0 : i64} : tensor<24x16x!plait.quant<ui4, scale f16 group 4, zero f16>>
     %19 = plait.linear %15, %18 {block = 0 : i64} : (tensor<?x16xf32>, tensor<24x16x!plait.quant<ui4, scale f16 group 4, zero f16>>) -> tensor<?x24xf32>
     %20 = plait.gelu_mul %17, %19 {block = 0 : i64, approximate = "tanh"} : (tensor<?x24xf32>, tensor<?x24xf32>) -> tensor<?x24xf32>
-    %21 = plait.weight "down.w" : tensor<16x24x!plait.quant<ui4, scale f16 group 24, min f16>>
-    %22 = plait.linear %20, %21 : (tensor<?x24xf32>, tensor<16x24x!plait.quant<ui4, scale f16 group 24, min f16>>) -> tensor<?x16xf32>
-    %23 = plait.weight "head" : tensor<32x16x!plait.quant<f8E4M3FNUZ, scale f32 per tensor>>
-    %24 = plait.logits %22, %23, %0 : (tensor<?x16xf32>, tensor<32x16x!plait.quant<f8E4M3FNUZ, scale f32 per tensor>>, !plait.batch) -> tensor<?x32xf32>
-    func.return %24 : tensor<?x32xf32>
+    %21 = plait.weight "nvfp4.w" {block = 0 : i64} : tensor<32x24x!plait.quant<f4E2M1FN, scale f8E4M3FN group 8, outer f32>>
+    %22 = plait.linear %20, %21 {block = 0 : i64} : (tensor<?x24xf32>, tensor<32x24x!plait.quant<f4E2M1FN, scale f8E4M3FN group 8, outer f32>>) -> tensor<?x32xf32>
+    %23 = plait.weight "mxfp4.w" {block = 0 : i64} : tensor<64x32x!plait.quant<f4E2M1FN, scale f8E8M0FNU group 32>>
+    %24 = plait.linear %22, %23 {block = 0 : i64} : (tensor<?x32xf32>, tensor<64x32x!plait.quant<f4E2M1FN, scale f8E8M0FNU group 32>>) -> tensor<?x64xf32>
+    %25 = plait.weight "nf4.w" {block = 0 : i64} : tensor<64x64x!plait.quant<!plait.nf4, scale f32 group 64>>
+    %26 = plait.linear %24, %25 {block = 0 : i64} : (tensor<?x64xf32>, tensor<64x64x!plait.quant<!plait.nf4, scale f32 group 64>>) -> tensor<?x64xf32>
+    %27 = plait.weight "u8.w" {block = 0 : i64} : tensor<256x64x!plait.quant<ui8, scale f16 group 32, zero f16, order i32>>
+    %28 = plait.linear %26, %27 {block = 0 : i64} : (tensor<?x64xf32>, tensor<256x64x!plait.quant<ui8, scale f16 group 32, zero f16, order i32>>) -> tensor<?x256xf32>
+    %29 = plait.weight "packed.w" {block = 0 : i64} : tensor<24x256x!plait.packed<Q4_K>>
+    %30 = plait.linear %28, %29 {block = 0 : i64} : (tensor<?x256xf32>, tensor<24x256x!plait.packed<Q4_K>>) -> tensor<?x24xf32>
+    %31 = plait.weight "down.w" : tensor<16x24x!plait.quant<ui4, scale f16 group 24, min f16>>
+    %32 = plait.linear %30, %31 : (tensor<?x24xf32>, tensor<16x24x!plait.quant<ui4, scale f16 group 24, min f16>>) -> tensor<?x16xf32>
+    %33 = plait.weight "head" : tensor<32x16x!plait.quant<f8E4M3FNUZ, scale f32 per tensor>>
+    %34 = plait.logits %32, %33, %0 : (tensor<?x16xf32>, tensor<32x16x!plait.quant<f8E4M3FNUZ, scale f32 per tensor>>, !plait.batch) -> tensor<?x32xf32>
+    func.return %34 : tensor<?x32xf32>
   }
 }
