@@ -72,8 +72,8 @@ class WeightRef:
         book: a float32 tensor of the numbers that codes stand for, for u8 codes that are no numbers themselves: scales
             of bitsandbytes. Such a scale has a `scale` and a `block` of its own: of the one row of all its codes.
         reciprocal, factor, shift: what the numbers of a scale, a zero or an outer scale mean, in float32: x is the one
-            stored (its own scale applied), or 1 / x; the number is `factor * x + shift`. A stored scale is positive and
-            finite; with a shift it may come out otherwise.
+            stored (its own scale applied), or 1 / x; the number is `factor * x + shift`. A stored scale is finite
+            and positive, of codes that are whole numbers not zero; with a shift it may come out otherwise.
         stack: the matrices of a weight (len(stack), out, in) that are stored one by one. The stack's own offset and
             nbytes are 0 then, and its file and encoding are those of the first.
     """

@@ -14,12 +14,12 @@ from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import SSAValue
 
 from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions, best_tokens
-from plait.backends.kernels.arrays import TORCH_DTYPES, to_numpy, to_torch
+from plait.backends.kernels.arrays import to_numpy, to_torch
 from plait.backends.kernels.attention import Cache
 from plait.backends.kernels.lowering import check_weights, dequantised
 from plait.backends.kernels.step import Step
 from plait.backends.kernels.torch_eager import LOWERING
-from plait.backends.weights import read_weight, read_weights_json
+from plait.backends.weights import read_stacked, read_weight, read_weights_json
 from plait.ir import kv_layouts, read_module, signature, weights
 from plait.ir.module import ops
 from plait.ir.numbers import NUMPY
@@ -115,12 +115,10 @@ class TorchSlice:
         return tensor
 
     def stacked(self, names: Sequence[str], dtype: str) -> Tensor:
-        """See `torch_eager.Slice`. Each part is let go once it is copied."""
-        shapes = [self._refs[name].shape for name in names]
-        rows = [shape[0] for shape in shapes]
-        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=TORCH_DTYPES[dtype])
-        for part, name in zip(torch.split(out, rows), names, strict=True):
-            part.copy_(self.weight(name, dtype))
+        """See `torch_eager.Slice`. What another op holds too is read again."""
+        out = to_torch(read_stacked([self._refs[name] for name in names], dtype, self._root))
+        size = out[:1].nbytes
+        self._sizes |= {name: self._refs[name].shape[0] * size for name in names}
         return out
 
     def is_shared(self, name: str) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from plait.backends.weights import read_weight
+from plait.backends.weights import read_stacked, read_weight
 from plait.backends.xla.buckets import Shape
 from plait.backends.xla.program import Pool, Program, Weight
 from plait.backends.xla.split import AXIS, Split
@@ -152,6 +152,10 @@ def read(
     array = _aligned(weight_shape(weight, program), held_dtype(weight.dtype, wide))
     chips = split.chips if split.axis(weight.key[0]) == 0 else 1
     layers = array if weight.scanned else array[None]
+    if split.chips == 1 and array.dtype == NUMPY[weight.dtype]:
+        for layer, names in zip(layers, weight.layers, strict=True):
+            read_stacked([refs[name] for name in names], weight.dtype, root, layer)
+        return array
     for layer, names in zip(layers, weight.layers, strict=True):
         own = layer.reshape(chips, -1, *layer.shape[1:])
         start = 0
