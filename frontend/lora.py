@@ -8,8 +8,8 @@ nothing, and whatever it says it changes and does not, is an error that names it
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from xdsl.dialects.builtin import ModuleOp
@@ -17,7 +17,7 @@ from xdsl.dialects.builtin import ModuleOp
 from plait.errors import CheckpointError, UnsupportedError, did_you_mean
 from plait.frontend import safetensors
 from plait.frontend.checkpoint import Checkpoint
-from plait.frontend.config import DecoderConfig
+from plait.frontend.exported import ProgramConfig
 from plait.frontend.families.decoder import EMBEDDING, LM_HEAD
 from plait.frontend.files import read_json, some
 from plait.frontend.lora_config import LoraConfig, read_lora_config
@@ -26,29 +26,36 @@ from plait.ir.module import block_range
 from plait.ir.quant import held_dtype, quantise_types
 from plait.ir.quantise import linear_weights
 from plait.ir.types import DTYPES
-from plait.spec import WeightRef
+from plait.spec import Rows, WeightRef
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _OUTERMOST = ("model.", "transformer.", "gpt_neox.")
+"""What stands in front of all names of a model in some files, and not in others."""
+
 _PART = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.weight)?")
+_TIED = "it is tied: logits and embedding are one table, and PEFT changes only one of its uses"
+_GGUF_VECTOR = "GGUF stores some vectors otherwise (Gemma's norms as w + 1); give the checkpoint in safetensors"
 
 
 @dataclass(frozen=True)
 class Delta:
     """`scale * b a` is added to a weight (out, in): b is (out, r), a is (r, in). Of an `embedding` (vocabulary, hidden)
-    the product is (hidden, vocabulary) and added transposed."""
+    the product is (hidden, vocabulary) and added transposed. `rows`: which rows of b belong to the weight."""
 
     a: WeightRef
     b: WeightRef
     scale: float
     embedding: bool = False
+    rows: Rows | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of the weight."""
         out, into = self.b.shape[0], self.a.shape[1]
+        if self.rows is not None and out == self.rows.groups * self.rows.stride:
+            out = self.rows.count
         return (into, out) if self.embedding else (out, into)
 
 
@@ -73,18 +80,22 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Base:
-    """What an adapter is held against.
+class Target:
+    """A weight of the module, as an adapter may change it.
 
     Attributes:
-        shapes: of every weight of the module, by name.
-        linears: the matrices of the blocks' linears.
-        fixed: weights that cannot be changed, with the reason.
+        called: its tensor's name in the checkpoint, which several weights share where it is fused (q, k and v).
+        rows, transposed: how the weight lies in that tensor; see `WeightRef`.
+        linear: it is the matrix of a linear of a block.
+        fixed: why it cannot be changed; empty where it can.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
-    linears: Collection[str]
-    fixed: Mapping[str, str] = field(default_factory=dict)
+    shape: tuple[int, ...]
+    called: str
+    rows: Rows | None = None
+    transposed: bool = False
+    linear: bool = False
+    fixed: str = ""
 
 
 def read_adapters(folders: Sequence[Path], checkpoint: Checkpoint, module: ModuleOp) -> tuple[Adapter, ...]:
@@ -95,32 +106,23 @@ def read_adapters(folders: Sequence[Path], checkpoint: Checkpoint, module: Modul
     """
     if not folders:
         return ()
-    if not isinstance(checkpoint.config, DecoderConfig):
+    if isinstance(checkpoint.config, ProgramConfig):
         raise UnsupportedError(
-            "lora-model",
-            f"{checkpoint.name} takes no adapter",
-            why="the weights of an exported program have names of their own",
+            "lora-model", f"{checkpoint.name} takes no adapter", why="an exported program's weights are its own"
         )
-    stored = checkpoint.weights or {}
+    targets = _targets(checkpoint, module, tied=checkpoint.config.tied)
+    adapters = tuple(read_adapter(folder, targets) for folder in folders)
     held = weights(module)
-    shapes = {name: tuple(op.result.type.get_shape()) for name, op in held.items()}
-    fixed = {}
-    if checkpoint.config.tied:
-        shapes[LM_HEAD] = shapes[EMBEDDING]
-        why = "it is tied: logits and embedding are one table, and PEFT changes only one of its uses"
-        fixed = dict.fromkeys((EMBEDDING, LM_HEAD), why)
-    if any(ref.file.endswith(".gguf") for ref in stored.values()):
-        why = "GGUF stores some vectors otherwise (Gemma's norms as w + 1); give the checkpoint in safetensors"
-        fixed |= {name: why for name, shape in shapes.items() if len(shape) == 1}
-    base = Base(shapes, linear_weights(module, *block_range(module)), fixed)
-    adapters = tuple(read_adapter(folder, base) for folder in folders)
     changed = {name for adapter in adapters for name in adapter.changed}
     quantise_types(module, {name: held_dtype(held[name]) for name in changed})
     return adapters
 
 
-def read_adapter(folder: Path, base: Base) -> Adapter:
+def read_adapter(folder: Path, targets: Mapping[str, Target]) -> Adapter:
     """An adapter, every tensor of it matched to a weight.
+
+    Args:
+        targets: every weight of the module, by name.
 
     Raises:
         CheckpointError: `lora-missing` (no such folder or file), `lora-target` (a tensor for a weight that the module
@@ -129,27 +131,43 @@ def read_adapter(folder: Path, base: Base) -> Adapter:
         UnsupportedError: a key, a value or a tensor that is not implemented, by name.
     """
     config = read_lora_config(read_json(_file(folder, CONFIG)), str(folder / CONFIG))
-    stored = safetensors.read_file(_file(folder, TENSORS)).weights
-    sides: dict[str, dict[str, WeightRef]] = {}
-    embeddings: set[str] = set()
     adapter = Adapter(folder.name or str(folder))
-    for name, ref in sorted(stored.items()):
+    pairs: dict[str, dict[str, WeightRef]] = {}
+    for name, ref in sorted(safetensors.read_file(_file(folder, TENSORS)).weights.items()):
         if ref.encoding not in DTYPES:
-            raise UnsupportedError("lora-dtype", f"{folder}: {name!r} is stored as {ref.encoding}")
-        match = _PART.fullmatch(name)
+            raise UnsupportedError("lora-dtype", f"{config.source}: {name!r} is stored as {ref.encoding}")
+        match = _PART.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
-            _save(adapter, config, base, name, ref)
-            continue
-        weight = _weight(config, base, match["module"] + ".weight", name)
-        if match["side"] in sides.setdefault(weight, {}):
-            raise CheckpointError("lora-target", f"{config.source}: two tensors are side {match['side']} of {weight!r}")
-        sides[weight][match["side"]] = ref
-        if match["embedding"]:
-            embeddings.add(weight)
-    for weight, pair in sides.items():
-        adapter.deltas[weight] = _delta(config, base, weight, pair, weight in embeddings)
-    _check_whole(config, base, adapter)
+            _save(adapter, config, targets, name, ref)
+        else:
+            pairs.setdefault(match["module"], {})[match["side"]] = ref
+    for called, pair in pairs.items():
+        _add(adapter, config, targets, called, pair)
+    _check_whole(config, targets, adapter)
     return adapter
+
+
+def _targets(checkpoint: Checkpoint, module: ModuleOp, *, tied: bool) -> dict[str, Target]:
+    stored = checkpoint.weights or {}
+    names = {
+        (ref.file, ref.offset): name
+        for file in checkpoint.files
+        if file.endswith(".safetensors")
+        for name, ref in safetensors.read_file(Path(file)).weights.items()
+    }
+    linears = linear_weights(module, *block_range(module))
+    found = {}
+    for name, op in weights(module).items():
+        shape, ref = tuple(op.result.type.get_shape()), stored.get(name)
+        gguf = ref is not None and ref.file.endswith(".gguf")
+        fixed = _TIED if tied and name == EMBEDDING else _GGUF_VECTOR if gguf and len(shape) == 1 else ""
+        target = Target(shape, name, linear=name in linears, fixed=fixed)
+        if ref is not None and (called := names.get((ref.file, ref.offset))) is not None:
+            target = replace(target, called=called, rows=ref.rows, transposed=ref.transposed)
+        found[name] = target
+    if tied:
+        found[LM_HEAD] = replace(found[EMBEDDING], called=LM_HEAD)
+    return found
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -164,79 +182,88 @@ def _file(folder: Path, name: str) -> Path:
             why="it is a pickle, which can run code when it is opened",
             hint="save the adapter again: `model.save_pretrained(DIR, safe_serialization=True)`",
         )
-    raise CheckpointError(
-        "lora-missing", f"there is no {path}", why=f"an adapter is a folder with {CONFIG} and {TENSORS}"
-    )
+    why = f"an adapter is a folder with {CONFIG} and {TENSORS}"
+    raise CheckpointError("lora-missing", f"there is no {path}", why=why)
 
 
-def _weight(config: LoraConfig, base: Base, name: str, tensor: str) -> str:
-    """The weight that `name`, as PEFT says it, means. Files of a model differ in what stands in front of all names."""
-    wanted = name.removeprefix(_PREFIX)
+def _meant(config: LoraConfig, targets: Mapping[str, Target], wanted: str) -> dict[str, Target]:
+    """The weights that lie in the tensor which PEFT calls `wanted`."""
     spelt = (wanted, *(outer + wanted for outer in _OUTERMOST), *(wanted.removeprefix(outer) for outer in _OUTERMOST))
-    found = next((own for own in spelt if own in base.shapes), None)
-    if found is None:
+    for name in spelt:
+        found = {own: target for own, target in targets.items() if name == target.called}
+        if found or name in targets:
+            break
+    else:
+        known = {word for own, target in targets.items() for word in (own, target.called)}
         raise CheckpointError(
             "lora-target",
-            f"{config.source}: {tensor!r} changes {wanted!r}, which the model does not have",
-            hint=did_you_mean(wanted, base.shapes) or "was the adapter made for this model?",
+            f"{config.source}: the adapter changes {wanted!r}, which the model does not have",
+            hint=did_you_mean(wanted, known) or "was the adapter made for this model?",
         )
-    if found in base.fixed:
-        raise UnsupportedError("lora-target", f"{config.source}: {tensor!r} changes {found!r}", why=base.fixed[found])
+    found = found or {name: targets[name]}
+    for own, target in found.items():
+        if target.fixed:
+            raise UnsupportedError("lora-target", f"{config.source}: the adapter changes {own!r}", why=target.fixed)
     return found
 
 
-def _save(adapter: Adapter, config: LoraConfig, base: Base, name: str, ref: WeightRef) -> None:
+def _save(adapter: Adapter, config: LoraConfig, targets: Mapping[str, Target], name: str, ref: WeightRef) -> None:
     """A tensor that replaces one of the checkpoint: of a saved module, or an embedding beside its own A and B."""
-    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-    if not config.saves(plain.rpartition(".")[0]) and plain == name.removeprefix(_PREFIX):
+    plain = name.removeprefix(_PREFIX)
+    wanted = plain.replace(".base_layer.", ".")
+    if not config.saves(wanted.rpartition(".")[0]) and plain == wanted:
         raise UnsupportedError(
             "lora-tensor",
             f"{config.source}: the adapter holds {name!r}, which plait does not understand",
             why="known are lora_A and lora_B of modules, and tensors of modules that modules_to_save lists",
         )
-    weight = _weight(config, base, plain, name)
-    _check_shape(config, name, ref.shape, weight, base.shapes[weight])
-    if weight in adapter.saved:
-        raise CheckpointError("lora-target", f"{config.source}: two tensors replace {weight!r}")
-    adapter.saved[weight] = ref
+    for own, target in _meant(config, targets, wanted).items():
+        stored = ref.shape[::-1] if target.transposed else ref.shape
+        if target.rows is not None and stored[:1] == (target.rows.groups * target.rows.stride,):
+            stored = (target.rows.count, *stored[1:])
+        _check_shape(config, name, stored, own, target)
+        adapter.saved[own] = replace(ref, shape=target.shape, rows=target.rows, transposed=target.transposed)
 
 
-def _delta(config: LoraConfig, base: Base, weight: str, pair: Mapping[str, WeightRef], embedding: bool) -> Delta:
-    module = weight.removesuffix(".weight")
+def _add(
+    adapter: Adapter, config: LoraConfig, targets: Mapping[str, Target], module: str, pair: Mapping[str, WeightRef]
+) -> None:
     if len(pair) != 2:
         (only,) = pair.values()
         raise CheckpointError("lora-pair", f"{config.source}: {only.name!r} stands alone", why="B A takes both")
     a, b = pair["A"], pair["B"]
-    ranks = {config.rank(module), *a.shape[:1], *b.shape[1:]}
-    if (len(a.shape), len(b.shape)) != (2, 2) or len(ranks) != 1:
+    if (len(a.shape), len(b.shape)) != (2, 2) or {*a.shape[:1], *b.shape[1:]} != {config.rank(module)}:
         raise CheckpointError(
             "lora-shape",
             f"{config.source}: A and B of {module!r} are {list(a.shape)} and {list(b.shape)}",
             why=f"of rank {config.rank(module)}, as the config says, A is (r, in) and B is (out, r)",
         )
-    found = Delta(a, b, config.scale(module), embedding)
-    _check_shape(config, f"B A of {module}", found.shape, weight, base.shapes[weight])
-    return found
+    embedding = ".lora_embedding_" in a.name
+    for own, target in _meant(config, targets, f"{module}.weight").items():
+        delta = Delta(a, b, config.scale(module), embedding, target.rows)
+        _check_shape(config, f"B A of {module}", delta.shape, own, target)
+        adapter.deltas[own] = delta
 
 
-def _check_shape(config: LoraConfig, what: str, shape: tuple[int, ...], weight: str, wanted: tuple[int, ...]) -> None:
-    if shape != wanted:
+def _check_shape(config: LoraConfig, what: str, shape: tuple[int, ...], own: str, target: Target) -> None:
+    if shape != target.shape:
         raise CheckpointError(
             "lora-shape",
             f"{config.source}: {what!r} is {list(shape)}",
-            why=f"{weight!r} of the model is {list(wanted)}",
+            why=f"{own!r} of the model is {list(target.shape)}",
             hint="was the adapter made for this model?",
         )
 
 
-def _check_whole(config: LoraConfig, base: Base, adapter: Adapter) -> None:
+def _check_whole(config: LoraConfig, targets: Mapping[str, Target], adapter: Adapter) -> None:
     """What the config says is changed has tensors, and there is something."""
-    matrices = {name.removesuffix(".weight"): name for name, shape in base.shapes.items() if len(shape) == 2}
-    wanted = {module for module, name in matrices.items() if config.wants(module, linear=name in base.linears)}
-    absent = sorted(module for module in wanted if matrices[module] not in adapter.deltas)
-    changed = [name.removesuffix(".weight") for name in adapter.changed]
-    listed = [*(config.targets if isinstance(config.targets, tuple) else ()), *config.saved]
-    absent += [name for name in listed if not any(f".{name}." in f".{module}." for module in changed)]
+    absent = {
+        module
+        for own, target in targets.items()
+        if len(target.shape) == 2 and own not in adapter.deltas
+        if config.wants(module := target.called.removesuffix(".weight"), linear=target.linear)
+    }
+    absent |= set(config.unmet(targets[own].called.rpartition(".")[0] for own in adapter.changed))
     if absent or not adapter.changed:
         raise CheckpointError(
             "lora-incomplete",

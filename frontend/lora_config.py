@@ -97,8 +97,16 @@ class LoraConfig:
         return _names(self.targets, module)
 
     def saves(self, module: str) -> bool:
-        """Whether the module, or one that it is part of, is replaced as a whole."""
-        return any(f".{name}." in f".{module}." for name in self.saved)
+        """Whether the module, or one that it is part of, is replaced as a whole: its name ends as one of `saved`, be
+        that in the middle of a word (`norm` is `input_layernorm` too)."""
+        return any(_ends(name, module) for name in self.saved)
+
+    def unmet(self, changed: Iterable[str]) -> list[str]:
+        """What the config lists by name, and none of the changed modules is."""
+        modules = list(changed)
+        targets = self.targets if isinstance(self.targets, tuple) else ()
+        absent = [name for name in targets if not any(_names((name,), module) for module in modules)]
+        return absent + [name for name in self.saved if not any(_ends(name, module) for module in modules)]
 
 
 def read_lora_config(data: dict[str, Any], source: str) -> LoraConfig:
@@ -167,6 +175,11 @@ def _compiled(reader: ConfigReader, key: str, pattern: str) -> None:
 
 def _matching(patterns: Iterable[str], module: str) -> str | None:
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+
+
+def _ends(name: str, module: str) -> bool:
+    """Whether the module, or one that it is part of, ends so."""
+    return f"{name}." in f"{module}."
 
 
 def _names(names: tuple[str, ...] | str, module: str) -> bool:

@@ -17,6 +17,7 @@ from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import Attribute
 
 from plait.backends.quantised import pack_u4
+from plait.backends.ranges import taken_rows
 from plait.backends.weights import BESIDE, read_weight
 from plait.errors import CheckpointError
 from plait.frontend.lora import Adapter, Delta
@@ -172,6 +173,8 @@ def _merged(name: str, change: Change) -> Array:
     values = read_weight(change.base, "float32")
     for delta in change.deltas:
         a, b = read_weight(delta.a, "float32"), read_weight(delta.b, "float32")
+        if delta.rows is not None:
+            b = b[taken_rows(delta.rows)]
         left, right = (a.T, b.T) if delta.embedding else (b, a)
         with np.errstate(over="ignore", invalid="ignore"):
             for rows in _row_parts(values):
