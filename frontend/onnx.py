@@ -137,18 +137,20 @@ def _read(path: Path, size: int, changed_ns: int) -> _Raised:
     raiser.run(embeddings)
     logits = [value for value in graph.outputs if not isinstance(raiser.symbols.get(value.name or ""), Cache)]
     if len(logits) != 1 or not raiser.is_symbol(logits[0]):
-        refuse("outputs", f"{path}: one output is to be logits, the others KV caches",
-               f"{some(value.name or '' for value in logits)} are not caches of an attention that was raised")  # fmt: skip
+        names = some(value.name or "" for value in logits)
+        refuse("outputs", f"{path}: one output is to be logits, the others KV caches", f"no caches are {names}")
     return _Raised(raiser, _logits(raiser, logits[0]))
 
 
 def _logits(raiser: Raiser, value: ir.Value) -> int:
     """The last product, perhaps scaled and capped, as the step that gives the logits."""
-    symbol, scale, softcap = raiser.symbols[value.name or ""], None, None
+    symbol = raiser.symbols[value.name or ""]
+    scale = softcap = None
+    assert not isinstance(symbol, Cache)
     if isinstance(symbol, Unary) and symbol.kind == "softcap":
-        symbol, softcap = symbol.of, symbol.number
+        softcap, symbol = symbol.number, symbol.of
     if isinstance(symbol, Unary) and symbol.kind == "scale":
-        symbol, scale = symbol.of, symbol.number
+        scale, symbol = symbol.number, symbol.of
     if not isinstance(symbol, Product) or symbol.bias is not None or symbol.dims != (1, -1, symbol.width):
         refuse("outputs", f"the output {value.name!r} is no product of all tokens with a matrix",
                f"it is {type(symbol).__name__} {list(getattr(symbol, 'dims', ()))}")  # fmt: skip

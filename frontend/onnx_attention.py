@@ -9,7 +9,7 @@ import numpy as np
 
 from plait.frontend.onnx_facts import SAMPLES, Array, Sample, describe
 from plait.frontend.onnx_file import ENCODINGS, dimensions, refuse
-from plait.frontend.onnx_nodes import MS, handles, part
+from plait.frontend.onnx_nodes import MS, decimal, handles, part
 from plait.frontend.onnx_raise import Act, Cache, Product, Raiser, Symbol
 from plait.frontend.onnx_rope import recover
 from plait.frontend.onnx_weights import take_pairs
@@ -38,8 +38,9 @@ class Heads:
 @handles(
     MS,
     "GroupQueryAttention",
-    inputs=12,
+    inputs=16,
     only={
+        "causal": (1,),
         "smooth_softmax": (-1, 0),
         "qk_output": (0,),
         "k_quant_type": ("NONE",),
@@ -53,40 +54,58 @@ class Heads:
     local_window_size=-1,
     do_rotary=0,
     rotary_interleaved=0,
+    sliding_window_cache=0,
+    qk_norm_epsilon=1e-6,
+    q_norm_epsilon=0.0,
+    k_norm_epsilon=0.0,
 )
 def _group_query(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     heads, kv_heads = given["num_heads"], given["kv_num_heads"]
-    if _input(node, 1) is None:
-        q, k, v, head_dim = _unpacked(raiser, node, heads, kv_heads)
-    else:
-        q, k, v = (raiser.symbol(node, index) for index in range(3))
-        head_dim = q.width // max(1, heads)
+    packed = _input(node, 1) is None
+    qkv = _unpacked(raiser, node, heads, kv_heads) if packed else [raiser.symbol(node, index) for index in range(3)]
+    head_dim = qkv[0].width // max(1, heads)
     raiser.check(node, 6, lambda sample: np.array(sample.total), "the length of the sequence")
     raiser.check(node, 5, lambda sample: np.array(sample.total - 1), "the length of the sequence less one")
+    if _input(node, 12) is not None or _input(node, 13) is not None:
+        refuse("attribute", f"{describe(node)}: its KV cache has scales, and is not raised")
+    for index, at in ((0, 14), (1, 15)):
+        if _input(node, at) is not None:
+            name = "q_norm_epsilon" if index == 0 else "k_norm_epsilon"
+            eps = given[name] or given["qk_norm_epsilon"]
+            qkv[index] = _head_norm(raiser, node, qkv[index], at, head_dim, eps)
     if given["do_rotary"]:
-        raiser.check(node, 9, lambda sample: sample.positions, "the positions of the new tokens")
         rope, rotary_dim = _table(raiser, node, 7, 8)
-        q, k = (
-            _rotated(raiser, node, x, head_dim, rope, rotary_dim, bool(given["rotary_interleaved"])) for x in (q, k)
-        )
+        raiser.check(node, 9, _positions, "the positions of the new tokens")
+        turn = bool(given["rotary_interleaved"])
+        qkv[:2] = [_rotated(raiser, node, x, head_dim, rope, rotary_dim, turn) for x in qkv[:2]]
     size = given["local_window_size"]
+    if given["sliding_window_cache"] and size < 1:  # where keys lie, not which are seen
+        refuse(
+            "attribute", f"{describe(node)}: sliding_window_cache is {given['sliding_window_cache']} without a window"
+        )
     windows = {size if size > 0 else None}
     if _input(node, 10) is not None:
         windows = {_both(windows.pop(), _window(raiser, node, 10, causal=True))}
     sinks = raiser.vector(node, 11, heads) if _input(node, 11) is not None else None
     scale = _scale(given["scale"], head_dim)
     said = Heads(heads, kv_heads, head_dim, scale, windows.pop(), given["softcap"] or None, sinks)
-    _attention(raiser, node, [raiser.write(x, node) for x in (q, k, v)], said, past=3)
+    _attention(raiser, node, [raiser.write(x, node) for x in qkv], said, past=3)
 
 
-def _unpacked(raiser: Raiser, node: ir.Node, heads: int, kv_heads: int) -> tuple[Product, Product, Product, int]:
+def _head_norm(raiser: Raiser, node: ir.Node, x: Symbol, weight: int, head_dim: int, eps: float) -> Act:
+    act, name, number = raiser.write(x, node), raiser.vector(node, weight, head_dim), decimal(eps)
+    step = raiser.tape.add(lambda b, x: b.rms_norm(x, name, number, group=head_dim), [act.step])
+    return replace(act, step=step)
+
+
+def _unpacked(raiser: Raiser, node: ir.Node, heads: int, kv_heads: int) -> list[Symbol]:
     """q, k and v of one product."""
     fused, together = raiser.symbol(node, 0), heads + 2 * kv_heads
     if not isinstance(fused, Product) or together < 1 or fused.width % together:
         refuse("node", f"{describe(node)}: its packed q, k and v are no product of {heads} + 2 x {kv_heads} heads")
     head_dim = fused.width // together
     q, kv = heads * head_dim, kv_heads * head_dim
-    return part(fused, 0, q), part(fused, q, kv), part(fused, q + kv, kv), head_dim
+    return [part(fused, 0, q), part(fused, q, kv), part(fused, q + kv, kv)]
 
 
 @handles(
@@ -116,7 +135,7 @@ def _onnx_attention(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> Non
 
 
 def _scale(stated: float, head_dim: int) -> float:
-    return float(str(np.float32(stated))) if stated else head_dim**-0.5
+    return decimal(stated) if stated else head_dim**-0.5
 
 
 def _input(node: ir.Node, index: int) -> ir.Value | None:
@@ -187,9 +206,7 @@ def _rotary(raiser: Raiser, node: ir.Node, given: dict[str, Any], rope: Rope, ro
     head_dim = x.dims[-1] if len(x.dims) == 4 else x.width // heads if heads else rotary_dim
     stated = given["rotary_embedding_dim"] or rotary_dim
     if stated != rotary_dim or rotary_dim > head_dim or x.width % head_dim:
-        refuse(
-            "node", f"{describe(node)}: {stated} of {head_dim} features turn, and the table has {rotary_dim // 2} pairs"
-        )
+        refuse("node", f"{describe(node)}: {stated} of {head_dim} features turn, by {rotary_dim // 2} pairs")
     turned = _rotated(raiser, node, x, head_dim, rope, rotary_dim, bool(given["interleaved"]))
     raiser.give(node, turned)
 
@@ -288,8 +305,7 @@ def _window(raiser: Raiser, node: ir.Node, index: int, *, causal: bool) -> int |
             at, place = np.argwhere(wrong)[0]
             refuse(
                 "mask",
-                f"{describe(node)}: its mask {value.name!r} is not causal"
-                + ("" if window is None else f" with a window of {window}"),
+                f"{describe(node)}: its mask {value.name!r} is not causal with {window or 'no'} window",
                 f"the token at {sample.past + at} {'sees' if found[at, place] else 'does not see'} the one at {place}",
             )
     return window

@@ -36,9 +36,7 @@ def require() -> None:
     """Raises MissingDependencyError where onnx-ir is not installed."""
     if importlib.util.find_spec("onnx_ir") is None:
         raise MissingDependencyError(
-            "onnx-missing",
-            "ONNX models are read through onnx-ir, which is not installed",
-            hint="pip install 'plait[onnx]'",
+            "onnx-missing", "ONNX needs onnx-ir, which is not installed", hint="pip install 'plait[onnx]'"
         )
 
 
@@ -76,9 +74,7 @@ class OnnxFile:
             )
         location = Path(tensor.location)
         if location.is_absolute() or ".." in location.parts:
-            raise damaged(
-                self.path, f"the tensor {tensor.name!r} lies in {str(location)!r}, outside of the model's folder"
-            )
+            raise damaged(self.path, f"the tensor {tensor.name!r} lies in {str(location)!r}, outside of its folder")
         shape = dimensions(tensor)
         path, offset = self.path.parent / location, tensor.offset or 0
         nbytes = -(-prod(shape) * tensor.dtype.bitwidth // 8)
@@ -122,12 +118,11 @@ def read_onnx_file(path: Path) -> OnnxFile:
     require()
     import onnx
     import onnx_ir as ir
-    from google.protobuf.message import DecodeError
 
     header = _header(path)
     try:
         model = ir.from_proto(onnx.ModelProto.FromString(header))
-    except (DecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
+    except Exception as err:  # protobuf has errors of its own
         raise damaged(path, f"{type(err).__name__}: {err}"[:300]) from err
     if not isinstance(model, ir.Model):
         raise damaged(path, "it holds no graph")

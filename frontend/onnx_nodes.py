@@ -27,7 +27,7 @@ HANDLERS: dict[tuple[str, str], Handler] = {}
 def handles(
     domain: str, *kinds: str, inputs: int, only: dict[str, tuple[Any, ...]] | None = None, **attributes: Any
 ) -> Callable[[Handle], Handle]:
-    """Register what raises a node. `attributes` have their defaults; `only` has those that may not say anything else."""
+    """Register what raises a node. `attributes` have their defaults; `only` has those that may say nothing else."""
 
     def register(handle: Handle) -> Handle:
         HANDLERS.update({(domain, kind): Handler(handle, attributes, only or {}, inputs) for kind in kinds})
@@ -78,8 +78,7 @@ def _matmul_bits(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
         refuse("tensor", f"{describe(node)}: its codes, scales or zeros are no tensors of the file")
     if order is not None:
         refuse("attribute", f"{describe(node)}: its input 4, {order.name!r}, the order of groups, is not raised")
-    if zero is not None and zero.encoding != "u8":
-        refuse("tensor", f"{describe(node)}: zeros are stored as {zero.encoding}", "packed ones are raised")
+
     if given["accuracy_level"] == 4:
         raiser.notes.add(
             "MatMulNBits has accuracy_level 4: onnxruntime may round activations to 8 bits there, and plait does not"
@@ -133,7 +132,7 @@ def _norm(raiser: Raiser, node: ir.Node, x: Act, eps: float, weight: int, bias: 
     """Over the last axis: all features, or those of each head. The other outputs of a norm are for training."""
     last = x.dims[-1]
     group = None if last == x.width else last
-    scale, number = raiser.vector(node, weight, last), _decimal(eps)
+    scale, number = raiser.vector(node, weight, last), decimal(eps)
     if bias is None:
         raiser.add(node, lambda b, x: b.rms_norm(x, scale, number, group=group), x, like=x)
         return
@@ -142,7 +141,7 @@ def _norm(raiser: Raiser, node: ir.Node, x: Act, eps: float, weight: int, bias: 
     raiser.add(node, lambda b, x: b.layer_norm(x, scale, shift, number, group=group), x, like=x)
 
 
-def _decimal(number: float) -> float:
+def decimal(number: float) -> float:
     """A float32 attribute as the decimal number that was meant: 1e-6, not 9.999999974752427e-07."""
     return float(str(np.float32(number)))
 
@@ -182,8 +181,8 @@ def _gelu_tanh(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
 def _mul(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
     if not all(raiser.is_symbol(value) for value in node.inputs):
         symbol, number = _with_number(raiser, node)
-        is_cap = isinstance(symbol, Unary) and symbol.kind == "tanh"
-        raiser.give(node, _capped(node, symbol, number) if is_cap else _scaled(symbol, number))
+        cap = isinstance(symbol, Unary) and symbol.kind == "tanh"
+        raiser.give(node, _capped(symbol, number) if cap else _scaled(symbol, number))
         return
     x, y = raiser.symbol(node, 0), raiser.symbol(node, 1)
     for gate, other in ((x, y), (y, x)):
@@ -193,8 +192,8 @@ def _mul(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
             raiser.give(node, Unary("silu", other))
             return
         if gate.kind in _GATES and gate.dims == other.dims:
-            of, up, kind = raiser.write(gate.of, node), raiser.write(other, node), gate.kind
-            raiser.add(node, lambda b, x, y: _GATES[kind](b, x, y), of, up, like=of)
+            of, up = raiser.write(gate.of, node), raiser.write(other, node)
+            raiser.add(node, _GATES[gate.kind], of, up, like=of)
             return
     refuse(
         "node", f"{describe(node)} multiplies two activations", "SiLU and GELU times another are raised, nothing else"
@@ -224,22 +223,22 @@ def _with_number(raiser: Raiser, node: ir.Node) -> tuple[Symbol, float]:
     value = raiser.facts.constant(other)
     if value.size != 1 or not np.isfinite(value).all() or not value.all():
         refuse("node", f"{describe(node)}: an activation is multiplied by {list(value.shape)}, and not by one number")
-    return raiser.symbol(node, index), _decimal(float(value.reshape(-1)[0]))
+    return raiser.symbol(node, index), decimal(float(value.reshape(-1)[0]))
 
 
 def _scaled(symbol: Symbol, number: float) -> Symbol:
     if isinstance(symbol, Unary) and symbol.kind == "scale":
-        symbol, number = symbol.of, number * symbol.number
+        number, symbol = number * symbol.number, symbol.of
     return symbol if number == 1 else Unary("scale", symbol, number)
 
 
-def _capped(node: ir.Node, symbol: Unary, cap: float) -> Unary:
+def _capped(tanh: Symbol, cap: float) -> Unary:
     """c tanh(x / c)."""
-    inner = symbol.of
-    scale = inner.number if isinstance(inner, Unary) and inner.kind == "scale" else 1.0
-    number = scale * cap
-    of = inner.of if isinstance(inner, Unary) and inner.kind == "scale" else inner
-    return Unary("softcap", of if abs(number - 1) < 1e-6 else _scaled(of, number), cap)
+    assert isinstance(tanh, Unary)
+    inner, number = tanh.of, cap
+    if isinstance(inner, Unary) and inner.kind == "scale":
+        number, inner = inner.number * cap, inner.of
+    return Unary("softcap", inner if abs(number - 1) < 1e-6 else _scaled(inner, number), cap)
 
 
 @handles("", "Add", inputs=2)
@@ -318,7 +317,8 @@ def _slice(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
     last = len(product.dims) - 1
     if len(starts) != 1 or axes[0] not in (-1, last) or steps != [1]:
         refuse("node", f"{describe(node)} is not raised", "runs of features of a product are, the last axis")
-    start, end, _ = slice(starts[0], ends[0]).indices(product.width)
+    start, end, step = slice(starts[0], ends[0]).indices(product.width)
+    assert step == 1
     if end <= start:
         refuse("node", f"{describe(node)} takes nothing of {product.width} features")
     raiser.give(node, part(product, start, end - start))
@@ -374,15 +374,16 @@ def _squeeze(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
 def _relaid(raiser: Raiser, node: ir.Node, symbol: Symbol, made: list[tuple[int, ...]]) -> None:
     """The same numbers in another shape, which is known at every sample."""
     dims = tuple(map(_dim, zip(*made, strict=False)))
-    width = int(np.prod([dim for dim in dims[1:] if dim > 0])) if 0 not in dims else 0
+
     if 0 in dims or len({len(item) for item in made}) > 1 or (dims[-1] != symbol.width and symbol.width % dims[-1]):
         refuse("node", f"{describe(node)} is not raised", f"{list(symbol.dims)} becomes {made[0]}, then {made[1]}")
-    act = None if isinstance(symbol, Product) else raiser.write(symbol, node)
-    if act is not None and act.by_head and dims != act.dims:
-        refuse(
-            "node", f"{describe(node)} is not raised", f"heads stand before tokens, and {width} features are no rows"
-        )
-    raiser.give(node, replace(symbol, dims=dims) if isinstance(symbol, Product) else replace(act, dims=dims))  # type: ignore[type-var]
+    if isinstance(symbol, Product):
+        raiser.give(node, replace(symbol, dims=dims))
+        return
+    act = raiser.write(symbol, node)
+    if act.by_head and dims != act.dims:
+        refuse("node", f"{describe(node)} is not raised", "heads stand before tokens")
+    raiser.give(node, replace(act, dims=dims))
 
 
 def _dim(values: tuple[int, ...]) -> int:

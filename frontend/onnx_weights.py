@@ -8,6 +8,7 @@ from math import prod
 
 from plait.frontend.onnx_file import refuse
 from plait.spec import Piece, Rows, WeightRef
+from plait.spec.weight import Encoding
 
 
 def transposed(ref: WeightRef) -> WeightRef:
@@ -20,7 +21,7 @@ def take_rows(ref: WeightRef, start: int, count: int) -> WeightRef:
     """Rows [start, start + count) of a weight or of a bias, under a name of its own: q of a fused q, k and v."""
     if (start, count) == (0, ref.shape[0]):
         return ref
-    assert 0 <= start and 0 < count and start + count <= ref.shape[0] and ref.rows is None
+    assert start >= 0 and count > 0 and start + count <= ref.shape[0] and ref.rows is None
     name, shape = f"{ref.name}[{start}:{start + count}]", (count, *ref.shape[1:])
     if ref.transposed:
         return replace(ref, name=name, shape=shape, rows=Rows(1, ref.shape[0], (Piece(start, count),)))
@@ -45,7 +46,7 @@ def take_pairs(ref: WeightRef, head_dim: int, rotary_dim: int) -> WeightRef:
     return replace(ref, rows=Rows(1, stride, moved))
 
 
-BITS = {4: "u4", 8: "u8"}
+BITS: dict[int, Encoding] = {4: "u4", 8: "u8"}
 
 
 def codes(
@@ -57,8 +58,8 @@ def codes(
     group: int,
     what: str,
 ) -> WeightRef:
-    """What `MatMulNBits` multiplies by: (code - zero) * scale, a scale and a zero for each `group` of a row; without
-    zeros it is the middle of the codes' range. 4-bit codes and zeros stand low half first.
+    """What `MatMulNBits` multiplies by: (code - zero) * scale, with a scale and a zero for each `group` of a row. Where
+    there are no zeros it is the middle of the codes. 4-bit codes, and zeros that are codes, stand low half first.
 
     Raises UnsupportedError `onnx-tensor`, naming the node `what`, where rows are padded or tensors have other sizes.
     """
@@ -66,21 +67,24 @@ def codes(
     if columns % group or bits not in BITS:
         refuse("tensor", f"{what}: {columns} columns of {bits} bits in groups of {group} are not read",
                "whole groups of 4 or 8 bits are")  # fmt: skip
-    groups = columns // group
+    groups, encoding = columns // group, BITS[bits]
+    packed = zero is not None and zero.encoding == "u8"
+    each = scale.nbytes // max(1, prod(scale.shape))
     sizes: Sequence[tuple[WeightRef | None, int]] = (
         (weight, rows * columns * bits // 8),
-        (scale, prod(scale.shape) and rows * groups * (scale.nbytes // prod(scale.shape))),
-        (zero, rows * -(-groups * bits // 8)),
+        (scale, rows * groups * each),
+        (zero, rows * (-(-groups * bits // 8) if packed else groups * each)),
     )
     for part, nbytes in sizes:
         if part is not None and part.nbytes != nbytes:
             refuse("tensor", f"{what}: {part.name!r} has {part.nbytes} bytes, and {nbytes} are due")
-    encoding = "u4" if bits == 4 else "u8"
+    if zero is not None:
+        zero = replace(zero, encoding=encoding if packed else zero.encoding, shape=(rows, groups))
     return replace(
         weight,
         encoding=encoding,
         shape=shape,
         scale=replace(scale, shape=(rows, groups)),
         block=(1, group),
-        zero=1 << bits - 1 if zero is None else replace(zero, encoding=encoding, shape=(rows, groups)),
+        zero=1 << bits - 1 if zero is None else zero,
     )
