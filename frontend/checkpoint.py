@@ -7,7 +7,7 @@ model.pt2 (a program that torch.export saved)   model.onnx
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from plait.frontend import safetensors
 from plait.frontend.config import DecoderConfig
 from plait.frontend.config_reader import token_ids
 from plait.frontend.exported import read_program
-from plait.frontend.families import read_config
+from plait.frontend.families import family, read_config
 from plait.frontend.files import TensorFiles, parse_json, read_json, read_text
 from plait.frontend.locate import INDEX_SUFFIX, find, index_of
 from plait.frontend.own import OwnModule
 from plait.frontend.quantisation import join_scales
 from plait.frontend.quantisation.modelopt import from_file
+from plait.frontend.views import apply as apply_views
 from plait.spec import WeightRef
 
 
@@ -57,6 +58,10 @@ class Checkpoint:
     @property
     def max_positions(self) -> int:
         return self.config.max_positions
+
+    def at(self, context: int) -> Checkpoint:
+        """The checkpoint for sequences up to `context` tokens, where its ropes depend on that; see `RopeByContext`."""
+        return replace(self, config=self.config.at(context)) if isinstance(self.config, DecoderConfig) else self
 
     @property
     def chat_template(self) -> str | None:
@@ -135,7 +140,7 @@ def _open_gguf(path: Path, override: Path | None) -> Checkpoint:
     return Checkpoint(
         name=path.stem,
         config=config,
-        weights=file.tensors.weights,
+        weights=apply_views(file.tensors.weights, family(config.family).views(config), str(path)),
         files=file.tensors.files,
         dtype=config.dtype,
         tokenizer=path if "tokenizer.ggml.model" in file.metadata else None,
@@ -194,6 +199,8 @@ def _checkpoint(
 
     quantisation = config.quantisation if isinstance(config, DecoderConfig) else None
     weights = None if tensors is None else join_scales(tensors.weights, quantisation, path)
+    if weights is not None and isinstance(config, DecoderConfig):
+        weights = apply_views(weights, family(config.family).views(config), str(path))
 
     def named(role: str) -> tuple[int, ...]:
         return _named_token(tokenizer_config.get(role), beside("tokenizer.json"))

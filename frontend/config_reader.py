@@ -52,7 +52,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "rope_interleaved": (False,),
     "use_mrope": (False,),
-    "partial_rotary_factor": (1.0, None),
 }
 """Keys that change numbers, and the values that plait implements. Anything else is refused by name."""
 
@@ -75,17 +74,25 @@ class ConfigReader:
         fixed: Mapping[str, tuple[Any, ...]] = FIXED,
     ) -> None:
         self.source = source
-        self._data = dict(data)
-        self._no_effect, self._fixed = no_effect, fixed
-        self._known = {*no_effect, *fixed}
+        self._data, self._taken = data, set[str]()
+        self._no_effect, self._fixed = set(no_effect), dict(fixed)
+
+    def allow(self, no_effect: Collection[str], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+        """More keys to pass over, and to hold to these values."""
+        self._no_effect |= set(no_effect)
+        self._fixed |= fixed
 
     def error(self, code: str, what: str, why: str = "", hint: str = "") -> CheckpointError:
         return CheckpointError(code, f"{self.source}: {what}", why=why, hint=hint)
 
     def raw(self, key: str) -> Any:
         """Any value; None where the key is absent or null."""
-        self._known.add(key)
-        return self._data.pop(key, None)
+        self._taken.add(key)
+        return self._data.get(key)
+
+    def peek(self, key: str) -> Any:
+        """Any value, which somebody else takes."""
+        return self._data.get(key)
 
     def optional(self, key: str, kind: type[T]) -> T | None:
         """A value of `kind`, or None where the key is absent or null."""
@@ -100,7 +107,7 @@ class ConfigReader:
 
     def has(self, key: str) -> bool:
         """Whether the key is there, be it null."""
-        self._known.add(key)
+        self._taken.add(key)
         return key in self._data
 
     def positive(self, key: str) -> int:
@@ -121,15 +128,16 @@ class ConfigReader:
     def finish(self) -> None:
         """Refuse values that are not implemented and keys that nobody understands."""
         for key, allowed in self._fixed.items():
-            if key in self._data and (value := self._data.pop(key)) not in allowed:
-                raise self._refuse(key, value, allowed)
-        unknown = [key for key in self._data if key not in self._no_effect]
+            if key in self._data and key not in self._taken and self._data[key] not in allowed:
+                raise self._refuse(key, self._data[key], allowed)
+        known = self._taken | self._no_effect | self._fixed.keys()
+        unknown = [key for key in self._data if key not in known]
         if unknown:
             raise UnsupportedError(
                 "config-key-unknown",
                 f"{self.source} has keys that plait does not understand: {some(unknown)}",
                 why="a key that is ignored can change numbers in silence",
-                hint=did_you_mean(unknown[0], self._known) or "remove the key if it has no effect on the model",
+                hint=did_you_mean(unknown[0], known) or "remove the key if it has no effect on the model",
             )
 
     def _refuse(self, key: str, value: Any, allowed: tuple[Any, ...]) -> UnsupportedError:

@@ -13,7 +13,7 @@ from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.checkpoint import Checkpoint
 from plait.frontend.config import DecoderConfig
 from plait.frontend.families import family
-from plait.frontend.families.decoder import EMBEDDING, LM_HEAD
+from plait.frontend.families.decoder import build_decoder
 from plait.frontend.files import some, unreadable
 from plait.frontend.safetensors import ENCODINGS
 from plait.ir import weights
@@ -42,7 +42,7 @@ def lower(
     """
     config, stored = checkpoint.config, checkpoint.weights
     if isinstance(config, DecoderConfig):
-        module = family(checkpoint.family).build(config, dtype or checkpoint.dtype)
+        module = build_decoder(config, family(config.family).names, dtype or checkpoint.dtype)
         quantise_types(module, _said(config, module) if stored is None else _stored(stored, keep_blocks))
     else:
         module = config.build(dtype or checkpoint.dtype)
@@ -66,15 +66,16 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     if not isinstance(config, DecoderConfig):
         return config.unused()
     _check_dtypes(checkpoint, stored, needed)
-    harmless = family(checkpoint.family).harmless
+    kind = family(config.family)
+    harmless = kind.harmless
     said = config.quantisation
     if said is not None:
         harmless = {**harmless, **said.harmless}
     reasons: dict[str, str] = {}
     for name in stored.keys() - needed.keys():
-        if config.tied and name == LM_HEAD:
-            _check_tied(stored[EMBEDDING], stored[LM_HEAD], read)
-            reasons[name] = f"tied: equal to {EMBEDDING}"
+        if config.tied and name == kind.head:
+            _check_tied(stored[kind.embedding], stored[name], read)
+            reasons[name] = f"tied: equal to {kind.embedding}"
         elif reason := next((why for pattern, why in harmless.items() if re.fullmatch(pattern, name)), None):
             reasons[name] = reason
         elif said is not None and name.endswith(".bias") and _is_zero(stored[name]):
@@ -127,7 +128,7 @@ def _check_missing(
             f"{checkpoint.name} lacks {len(missing)} tensors that its config asks for: {some(missing)}",
             why="a weight without a source would be random",
             hint='if the logits use the embedding, the config says "tie_word_embeddings": true'
-            if missing == {LM_HEAD}
+            if isinstance(checkpoint.config, DecoderConfig) and missing == {family(checkpoint.family).head}
             else "does the config belong to these weights?",
         )
 
@@ -172,7 +173,7 @@ def _check_tied(embedding: WeightRef, head: WeightRef, read: bool) -> None:
     if not alike or (read and not _equal_bytes(embedding, head)):
         raise CheckpointError(
             "tied-differ",
-            f"the config ties the logits to the embedding, but {LM_HEAD!r} in the file is another table",
+            f"the config ties the logits to the embedding, but {head.name!r} in the file is another table",
             why="one of the two says something else about the model",
             hint='if the model is not tied, set "tie_word_embeddings": false',
         )

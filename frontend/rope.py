@@ -2,57 +2,133 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.errors import UnsupportedError
 from plait.frontend.config_reader import ConfigReader
 from plait.ir import Rope
-from plait.ir.rope import ROPE_PARAMETERS
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Attention kinds that `layer_types` and nested rope parameters may name."""
 
-_ROPE_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_positions",
-}
-"""Key of config.json -> field of `Rope`."""
 
-_FIXED_ROPE: dict[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0, None)}
+@dataclass(frozen=True)
+class RopeByContext:
+    """A rope whose table depends on the longest sequence. transformers changes the table while a sequence grows, which
+    leaves stale keys behind; plait takes one table for all, the one that is right for the longest.
+
+    Attributes:
+        short: up to `original_positions` tokens.
+        long: beyond. None for dynamic NTK scaling, whose theta grows with the length (`factor`, `rotary_dim`).
+    """
+
+    short: Rope
+    long: Rope | None
+    original_positions: int
+    factor: float = 1.0
+    rotary_dim: int = 0
+
+    def at(self, context: int) -> Rope:
+        """The table for sequences up to `context` tokens."""
+        if context <= self.original_positions:
+            return self.short
+        if self.long is not None:
+            return self.long
+        # NTK-aware scaling (bloc97, 2023), as transformers' "dynamic" applies it.
+        stretch = self.factor * context / self.original_positions - (self.factor - 1)
+        return replace(self.short, theta=self.short.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2)))
+
+    def limit(self, context: int, max_positions: int) -> int:
+        """How many tokens the table for `context` is right for."""
+        if context <= self.original_positions:
+            return self.original_positions
+        return max_positions if self.long is not None else context
+
+    def note(self, context: int) -> str:
+        """Which table was taken, for people."""
+        kind = "longrope" if self.long is not None else "dynamic"
+        which = "within" if context <= self.original_positions else "beyond"
+        return f"the {kind} table is the one for sequences {which} {self.original_positions} tokens"
 
 
-def read_ropes(reader: ConfigReader, kinds: tuple[str, ...]) -> tuple[Rope, ...]:
+@dataclass(frozen=True)
+class RopeFacts:
+    """What the rest of a config says of its ropes.
+
+    Attributes:
+        rotary_dim: features of a head that turn.
+        max_positions: tokens of the longest sequence.
+        original_positions: of the pretraining, where it stands outside the rope parameters; None where it does not.
+    """
+
+    rotary_dim: int
+    max_positions: int
+    original_positions: int | None = None
+
+
+def read_ropes(
+    reader: ConfigReader, kinds: tuple[str, ...], facts: RopeFacts, *, theta_key: str = "rope_theta"
+) -> tuple[Rope | RopeByContext, ...]:
     """The rotary embedding of each block, from any of the spellings in use.
 
     Flat keys `rope_theta` and `rope_scaling`; `rope_parameters` that holds both; or `rope_parameters` by layer type.
 
     Args:
         kinds: the attention kind of each block.
+        theta_key: the flat key of theta.
     """
-    theta = reader.optional("rope_theta", float)
-    scaling, parameters = reader.raw("rope_scaling"), reader.raw("rope_parameters")
-    if scaling is not None and parameters is not None:
-        raise reader.error("config-conflict", "both rope_scaling and rope_parameters are given")
-    given = parameters if parameters is not None else scaling
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
-        raise reader.error("config-type", f"the rope parameters are {given!r:.100}, expected an object")
+    theta = reader.optional(theta_key, float)
+    given = _parameters(reader)
     if not given or not all(isinstance(value, dict) for value in given.values()):
-        return (_rope(reader, given, theta),) * len(kinds)
+        return (read_rope(reader, given, theta, facts),) * len(kinds)
     unknown, missing = set(given) - set(LAYER_TYPES), set(kinds) - set(given)
     if unknown or missing:
         raise reader.error(
             "config-rope", f"rope_parameters by layer type: unknown {sorted(unknown)}, missing {sorted(missing)}"
         )
-    by_kind = {kind: _rope(reader, given[kind], theta) for kind in given}
+    by_kind = {kind: read_rope(reader, given[kind], theta, facts) for kind in given}
     return tuple(by_kind[kind] for kind in kinds)
 
 
-def _rope(reader: ConfigReader, given: dict[str, Any], outer_theta: float | None) -> Rope:
-    own = ConfigReader(given, f"{reader.source}: rope parameters", no_effect=(), fixed=_FIXED_ROPE)
+def partial_factor(reader: ConfigReader, default: float = 1.0) -> float:
+    """The share of a head that turns: `partial_rotary_factor`, flat or in the rope parameters."""
+    flat = reader.optional("partial_rotary_factor", float)
+    for key in ("rope_parameters", "rope_scaling"):
+        inner = reader.peek(key)
+        nested = inner.get("partial_rotary_factor") if isinstance(inner, dict) else None
+        if nested is not None:
+            if type(nested) not in (int, float) or (flat is not None and flat != nested):
+                raise reader.error("config-conflict", f"partial_rotary_factor is {flat} and {nested!r:.50}")
+            return float(nested)
+    return default if flat is None else flat
+
+
+def _parameters(reader: ConfigReader) -> dict[str, Any]:
+    scaling, parameters = reader.raw("rope_scaling"), reader.raw("rope_parameters")
+    if scaling is not None and parameters is not None:
+        raise reader.error("config-conflict", "both rope_scaling and rope_parameters are given")
+    given = parameters if parameters is not None else scaling
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise reader.error("config-type", f"the rope parameters are {given!r:.100}, expected an object")
+    return given
+
+
+def read_rope(
+    reader: ConfigReader, given: dict[str, Any], outer_theta: float | None, facts: RopeFacts
+) -> Rope | RopeByContext:
+    """One rope from its parameters.
+
+    Raises:
+        CheckpointError: `config-*`: no theta, a parameter missing, contradicting or left over.
+        UnsupportedError: `rope-unsupported`.
+    """
+    own = ConfigReader(given, f"{reader.source}: rope parameters", no_effect=(), fixed={})
+    own.raw("partial_rotary_factor")  # whoever gives `facts` read it
     theta = own.optional("rope_theta", float)
     if theta is not None and outer_theta is not None and theta != outer_theta:
         raise reader.error("config-conflict", f"rope_theta is {outer_theta} and {theta} in the rope parameters")
@@ -68,18 +144,109 @@ def _rope(reader: ConfigReader, given: dict[str, Any], outer_theta: float | None
     if len(kinds) > 1:
         raise reader.error("config-conflict", f"the rope parameters give two types: {sorted(map(str, kinds))}")
     kind = kinds.pop() if kinds else "default"
-    if kind not in ROPE_PARAMETERS:
+    if kind not in _KINDS:
         raise UnsupportedError(
             "rope-unsupported",
             f"{reader.source}: the rope type {kind!r} is not implemented",
-            why=f"implemented: {', '.join(ROPE_PARAMETERS)}",
+            why=f"implemented: {', '.join(_KINDS)}",
         )
-    values: dict[str, Any] = {
-        field: own.optional_positive(key) if field == "original_positions" else own.optional(key, float)
-        for key, field in _ROPE_KEYS.items()
-    }
+    found = _KINDS[kind](own, theta, facts)
     own.finish()
-    rope = Rope(theta, kind, **values)  # type: ignore[arg-type]  # held against ROPE_PARAMETERS above
-    if problem := rope.problem():
-        raise reader.error("config-rope", f"the rope parameters do not fit together: {problem}")
-    return rope
+    for rope in (found,) if isinstance(found, Rope) else (found.short, found.long):
+        if rope is not None and (problem := rope.problem()):
+            raise reader.error("config-rope", f"the rope parameters do not fit together: {problem}")
+    return found
+
+
+def _needed(own: ConfigReader, key: str, kind: str) -> float:
+    value = own.optional(key, float)
+    if value is None:
+        raise own.error("config-rope", f"rope kind {kind} needs {key}")
+    return value
+
+
+def _original(own: ConfigReader, facts: RopeFacts) -> int:
+    """The context of the pretraining: in the rope parameters, else beside them, else the longest."""
+    key = "original_max_position_embeddings"
+    return own.optional_positive(key) or facts.original_positions or facts.max_positions
+
+
+def _default(own: ConfigReader, theta: float, facts: RopeFacts) -> Rope:
+    return Rope(theta)
+
+
+def _linear(own: ConfigReader, theta: float, facts: RopeFacts) -> Rope:
+    return Rope(theta, "linear", factor=_needed(own, "factor", "linear"))
+
+
+def _llama3(own: ConfigReader, theta: float, facts: RopeFacts) -> Rope:
+    key = "original_max_position_embeddings"
+    original = own.optional_positive(key)
+    if original is None:
+        raise own.error("config-rope", f"rope kind llama3 needs {key}")
+    factor, low, high = (_needed(own, key, "llama3") for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    return Rope(theta, "llama3", factor, low, high, original)
+
+
+def _dynamic(own: ConfigReader, theta: float, facts: RopeFacts) -> RopeByContext:
+    factor = _needed(own, "factor", "dynamic")
+    if factor < 1 or facts.rotary_dim < 4:
+        raise own.error("config-rope", f"dynamic scaling by {factor} of {facts.rotary_dim} features means nothing")
+    # transformers takes the longest context for the original one.
+    return RopeByContext(Rope(theta), None, facts.max_positions, factor, facts.rotary_dim)
+
+
+def magnitude(factor: float, mscale: float = 1.0) -> float:
+    """How much YaRN grows queries and keys (Peng et al. 2023, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn(own: ConfigReader, theta: float, facts: RopeFacts) -> Rope:
+    factor = _needed(own, "factor", "yarn")
+    given = own.optional("attention_factor", float)
+    mscale, all_dim = own.optional("mscale", float), own.optional("mscale_all_dim", float)
+    if given is not None:
+        attention = given
+    elif mscale and all_dim:
+        attention = magnitude(factor, mscale) / magnitude(factor, all_dim)
+    else:
+        attention = magnitude(factor)
+    truncate = own.optional("truncate", bool)
+    fast, slow = own.optional("beta_fast", float), own.optional("beta_slow", float)
+    return Rope(
+        theta,
+        "yarn",
+        factor=factor,
+        beta_fast=fast or 32.0,  # the paper's values for Llama, and transformers' defaults
+        beta_slow=slow or 1.0,
+        original_positions=_original(own, facts),
+        truncate=1 if truncate is None else int(truncate),
+        attention_factor=attention,
+    )
+
+
+def _longrope(own: ConfigReader, theta: float, facts: RopeFacts) -> RopeByContext:
+    original = _original(own, facts)
+    given, factor = own.optional("attention_factor", float), own.optional("factor", float)
+    stretch = facts.max_positions / original if factor is None else factor
+    if given is None:
+        given = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    tables = []
+    for key in ("short_factor", "long_factor"):
+        factors = own.raw(key)
+        right = isinstance(factors, list) and all(type(item) in (int, float) for item in factors)
+        if not right or len(factors) != facts.rotary_dim // 2:
+            raise own.error("config-rope", f"{key!r} must list {facts.rotary_dim // 2} numbers, got {factors!r:.100}")
+        tables.append(Rope(theta, "longrope", factors=tuple(map(float, factors)), attention_factor=given))
+    return RopeByContext(tables[0], tables[1], original)
+
+
+_KINDS: dict[str, Callable[[ConfigReader, float, RopeFacts], Rope | RopeByContext]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,  # Phi-3's first name for it
+}

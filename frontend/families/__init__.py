@@ -62,6 +62,7 @@ def read_config(data: dict[str, Any], source: str) -> DecoderConfig:
             f"{source}: the architecture {', '.join(architectures)} is not supported",
             why=f"of the model type {model_type}, supported is {', '.join(kind.architectures)}",
         )
+    reader.allow(kind.no_effect, kind.fixed)
     config = replace(kind.read(reader), quantisation=read_quantisation(reader))
     reader.finish()
     return config

@@ -1,7 +1,7 @@
-"""The decoder that Llama, Mistral and Qwen2 share: pre-norm blocks of rotary attention and a gated MLP.
+"""The decoder that all families are: a config in normal form and a family's names to a module.
 
-Families differ in which config keys they have, where they put biases and which blocks attend through a window; the
-ops are the same. Tensor names are those of the `transformers` classes.
+A block is attention and an MLP, or experts, each between norms that a family has or has not, added to the stream one
+after the other or together. What differs between families is data: `DecoderConfig` and `Names`.
 """
 
 from __future__ import annotations
@@ -9,125 +9,139 @@ from __future__ import annotations
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import SSAValue
 
-from plait.errors import UnsupportedError
-from plait.frontend.config import DecoderConfig, read_dtype, read_heads
-from plait.frontend.config_reader import ConfigReader
-from plait.frontend.rope import read_ropes
-from plait.ir import Builder
-
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
-
-HARMLESS = {
-    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "rotary frequencies, which the config states too",
-}
-
-MAX_BLOCKS = 65536
-"""Far beyond any model: a damaged config must not build ops until memory ends."""
+from plait.frontend.config import Attention, DecoderConfig, Experts, LatentAttention, Layer, Mlp
+from plait.frontend.families.base import Names
+from plait.frontend.families.latent import latent_attention
+from plait.frontend.families.parts import linear, normed, rounded
+from plait.ir import Builder, Rope
 
 
-def read_blocks(reader: ConfigReader) -> int:
-    """The number of blocks."""
-    blocks = reader.positive("num_hidden_layers")
-    if blocks > MAX_BLOCKS:
-        raise reader.error("config-value", f"'num_hidden_layers' is {blocks}, more than {MAX_BLOCKS}")
-    return blocks
-
-
-def read_decoder(
-    reader: ConfigReader,
-    family: str,
-    windows: tuple[int | None, ...],
-    *,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-) -> DecoderConfig:
-    """The keys that all families share. The rest is the family's.
-
-    Args:
-        windows: the window of each block, None for full attention.
-    """
-    hidden_size = reader.positive("hidden_size")
-    heads, kv_heads, head_dim = read_heads(reader, hidden_size)
-    norm_eps = reader.get("rms_norm_eps", float)
-    if norm_eps <= 0:
-        raise reader.error("config-value", f"'rms_norm_eps' is {norm_eps}, expected a positive number")
-    activation = reader.get("hidden_act", str)
-    if activation != "silu":
-        raise UnsupportedError(
-            "config-value", f"{reader.source}: 'hidden_act' is {activation!r}, which is not implemented", why="silu is"
-        )
-    kinds = tuple("full_attention" if window is None else "sliding_attention" for window in windows)
-    bos = reader.token_ids("bos_token_id")
-    return DecoderConfig(
-        family=family,
-        vocab_size=reader.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=reader.positive("intermediate_size"),
-        blocks=len(windows),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_positions=reader.positive("max_position_embeddings"),
-        norm_eps=norm_eps,
-        ropes=read_ropes(reader, kinds),
-        windows=windows,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        tied=reader.flag("tie_word_embeddings"),
-        dtype=read_dtype(reader),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=reader.token_ids("eos_token_id"),
-    )
-
-
-def build_decoder(config: DecoderConfig, dtype: str) -> ModuleOp:
+def build_decoder(config: DecoderConfig, names: Names, dtype: str) -> ModuleOp:
     """The module of the whole model in `dtype`."""
+    config = config.at(config.max_positions)
     b = Builder(config.family, dtype)
-    x = b.embed(EMBEDDING, config.vocab_size, config.hidden_size)
-    for index in range(config.blocks):
+    x = b.embed(f"{names.embedding}.weight", config.vocab_size, config.hidden_size)
+    if config.positions is not None:
+        x = b.add(x, b.embed_positions(f"{names.positions}.weight", config.positions, config.hidden_size))
+    if config.embedding_scale is not None:
+        # A number of the model's dtype, as a tensor that is multiplied has one: Gemma's normaliser.
+        x = b.scale(x, rounded(config.embedding_scale, dtype))
+    for index, layer in enumerate(config.layers):
         b.block = index
-        x = _block(b, config, index, x)
+        x = _block(b, config, names, layer, names.block.format(index), x)
     b.block = None
-    x = b.rms_norm(x, "model.norm.weight", config.norm_eps)
-    table = EMBEDDING if config.tied else LM_HEAD
-    return b.finish({"logits": b.logits(x, table, config.vocab_size)})
+    x = normed(b, config.norm, x, names.norm)
+    table = names.embedding if config.tied else names.head
+    scores = b.logits(x, f"{table}.weight", config.vocab_size, scale=config.logits_scale, softcap=config.logits_softcap)
+    return b.finish({"logits": scores})
 
 
-def _block(b: Builder, config: DecoderConfig, index: int, x: SSAValue) -> SSAValue:
-    prefix = f"model.layers.{index}."
-    h = b.rms_norm(x, f"{prefix}input_layernorm.weight", config.norm_eps)
-    x = b.add(x, _attention(b, config, index, f"{prefix}self_attn.", h))
-    h = b.rms_norm(x, f"{prefix}post_attention_layernorm.weight", config.norm_eps)
-    return b.add(x, _mlp(b, config, f"{prefix}mlp.", h))
+def _block(b: Builder, config: DecoderConfig, names: Names, layer: Layer, prefix: str, x: SSAValue) -> SSAValue:
+    def norm(value: SSAValue, name: str | None) -> SSAValue:
+        return value if name is None else normed(b, config.norm, value, prefix + name)
+
+    def grown(value: SSAValue, name: str | None) -> SSAValue:
+        value = norm(value, name)
+        return value if config.residual_scale is None else b.scale(value, config.residual_scale)
+
+    h = norm(x, names.attention_norm)
+    mixed = grown(_attention(b, layer.attention, names, prefix, h, config.hidden_size), names.after_attention)
+    if not config.parallel:
+        x = b.add(x, mixed)
+        return b.add(x, grown(_mlp(b, layer.mlp, names, prefix, norm(x, names.mlp_norm), config), names.after_mlp))
+    h = h if names.mlp_norm is None else norm(x, names.mlp_norm)
+    made = grown(_mlp(b, layer.mlp, names, prefix, h, config), names.after_mlp)
+    return b.add(b.add(x, mixed), made)
 
 
-def _attention(b: Builder, config: DecoderConfig, index: int, prefix: str, x: SSAValue) -> SSAValue:
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    q = _linear(b, x, f"{prefix}q_proj", width, config.qkv_bias)
-    k = _linear(b, x, f"{prefix}k_proj", kv_width, config.qkv_bias)
-    v = _linear(b, x, f"{prefix}v_proj", kv_width, config.qkv_bias)
-    rope = config.ropes[index]
+def _attention(
+    b: Builder, own: Attention | LatentAttention, names: Names, prefix: str, x: SSAValue, hidden: int
+) -> SSAValue:
+    if isinstance(own, LatentAttention):
+        return latent_attention(b, own, prefix, x, hidden)
+    q = linear(b, x, prefix + names.q, own.heads * own.head_dim, own.bias)
+    k = linear(b, x, prefix + names.k, own.kv_heads * own.head_dim, own.bias)
+    v = linear(b, x, prefix + names.v, own.kv_heads * own.head_dim, own.bias)
+    q, k = (_placed(b, own, value, prefix + name) for value, name in ((q, names.q_norm), (k, names.k_norm)))
     mixed = b.attention(
-        b.rope(q, config.head_dim, rope),
-        b.rope(k, config.head_dim, rope),
+        q,
+        k,
         v,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
-        window=config.windows[index],
+        heads=own.heads,
+        kv_heads=own.kv_heads,
+        head_dim=own.head_dim,
+        scale=own.scale,
+        window=own.window,
+        softcap=own.softcap,
+        sinks=prefix + names.sinks if own.sinks else None,
     )
-    return _linear(b, mixed, f"{prefix}o_proj", config.hidden_size, config.output_bias)
+    return linear(b, mixed, prefix + names.o, hidden, own.output_bias)
 
 
-def _mlp(b: Builder, config: DecoderConfig, prefix: str, x: SSAValue) -> SSAValue:
-    gate = _linear(b, x, f"{prefix}gate_proj", config.intermediate_size, config.mlp_bias)
-    up = _linear(b, x, f"{prefix}up_proj", config.intermediate_size, config.mlp_bias)
-    return _linear(b, b.silu_mul(gate, up), f"{prefix}down_proj", config.hidden_size, config.mlp_bias)
+def _placed(b: Builder, own: Attention, x: SSAValue, norm: str) -> SSAValue:
+    """q or k with its norm, turned to its position."""
+    if own.qk_norm is not None:
+        group = None if own.qk_norm.over == "whole" else own.head_dim
+        x = normed(b, own.qk_norm.norm, x, norm, group=group, per_group=own.qk_norm.over == "own")
+    if own.rope is None:
+        return x
+    assert isinstance(own.rope, Rope), "the config is resolved"
+    return b.rope(x, own.head_dim, own.rope, own.rotary_dim)
 
 
-def _linear(b: Builder, x: SSAValue, name: str, out: int, bias: bool) -> SSAValue:
-    return b.linear(x, f"{name}.weight", out, f"{name}.bias" if bias else None)
+def _mlp(b: Builder, own: Mlp | Experts, names: Names, prefix: str, x: SSAValue, config: DecoderConfig) -> SSAValue:
+    if isinstance(own, Experts):
+        return _experts(b, own, names, prefix, x, config)
+    return _dense(b, own, (prefix + names.gate, prefix + names.up, prefix + names.down), x, config.hidden_size)
+
+
+def _dense(b: Builder, own: Mlp, names: tuple[str, str, str], x: SSAValue, hidden: int) -> SSAValue:
+    gate, up, down = names
+    if own.gated:
+        left = linear(b, x, gate, own.intermediate_size, own.bias)
+        right = linear(b, x, up, own.intermediate_size, own.bias)
+        x = b.silu_mul(left, right) if own.activation == "silu" else b.gelu_mul(left, right, _GELU[own.activation])
+    else:
+        x = b.gelu(linear(b, x, up, own.intermediate_size, own.bias), _GELU[own.activation])
+    return linear(b, x, down, hidden, own.bias)
+
+
+_GELU = {"gelu": "none", "gelu_tanh": "tanh"}
+"""What configs call gelu -> `approximate`."""
+
+
+def _experts(b: Builder, own: Experts, names: Names, prefix: str, x: SSAValue, config: DecoderConfig) -> SSAValue:
+    routing = b.router(
+        x,
+        f"{prefix}{names.router}.weight",
+        own.count,
+        bias=f"{prefix}{names.router}.bias" if own.router_bias else None,
+        selection_bias=prefix + names.selection_bias if own.selection_bias else None,
+        experts_per_token=own.per_token,
+        scoring=own.scoring,
+        normalise=own.normalise,
+        scale=own.scale,
+        groups=own.groups,
+        groups_per_token=own.groups_per_token,
+        group_score=own.group_score,
+    )
+    gate, up, down = (f"{prefix}{names.experts}{part}" for part in STACKS)
+    made = b.experts(
+        x,
+        routing,
+        (f"{gate}.weight", f"{up}.weight", f"{down}.weight"),
+        own.intermediate_size,
+        biases=(f"{gate}.bias", f"{up}.bias", f"{down}.bias") if own.bias else None,
+        experts_per_token=own.per_token,
+        activation=own.activation,
+        alpha=own.alpha,
+        limit=own.limit,
+    )
+    if own.shared is None:
+        return made
+    parts = (f"{prefix}{names.shared}gate_proj", f"{prefix}{names.shared}up_proj", f"{prefix}{names.shared}down_proj")
+    return b.add(made, _dense(b, own.shared, parts, x, config.hidden_size))
+
+
+STACKS = ("gate_proj", "up_proj", "down_proj")
+"""What stands behind `Names.experts`."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from plait.frontend.config import DecoderConfig, read_layer_types
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.decoder import HARMLESS, build_decoder, read_blocks, read_decoder
+from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model, rms
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
-    return read_decoder(reader, "qwen2", _windows(reader, read_blocks(reader)), qkv_bias=True)
+    attentions = read_attentions(reader, read_windows(reader, read_blocks(reader)), bias=True)
+    return read_model(reader, "qwen2", layers(attentions, read_mlp(reader)), rms(reader))
 
 
-def _windows(reader: ConfigReader, blocks: int) -> tuple[int | None, ...]:
+def read_windows(reader: ConfigReader, blocks: int) -> tuple[int | None, ...]:
+    """The window of each block."""
     switched_on = reader.flag("use_sliding_window")
     # Files keep both keys when the switch is off; they mean nothing then.
     window = reader.optional_positive("sliding_window") if switched_on else reader.raw("sliding_window") and None
@@ -29,4 +31,4 @@ def _windows(reader: ConfigReader, blocks: int) -> tuple[int | None, ...]:
     return tuple(window if index >= first else None for index in range(blocks))
 
 
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), _read, build_decoder, HARMLESS)
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), _read)

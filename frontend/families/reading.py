@@ -1,0 +1,132 @@
+"""What families read alike from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plait.errors import UnsupportedError
+from plait.frontend.config import (
+    AnyRope,
+    Attention,
+    DecoderConfig,
+    Layer,
+    Mlp,
+    Norm,
+    QKNorm,
+    read_activation,
+    read_dtype,
+    read_eps,
+    read_heads,
+    read_rotary_dim,
+)
+from plait.frontend.config_reader import ConfigReader
+from plait.frontend.rope import RopeFacts, partial_factor, read_ropes
+
+MAX_BLOCKS = 65536
+"""Far beyond any model: a damaged config must not build ops until memory ends."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_blocks(reader: ConfigReader, key: str = "num_hidden_layers") -> int:
+    """The number of blocks."""
+    blocks = reader.positive(key)
+    if blocks > MAX_BLOCKS:
+        raise reader.error("config-value", f"{key!r} is {blocks}, more than {MAX_BLOCKS}")
+    return blocks
+
+
+def read_attentions(
+    reader: ConfigReader,
+    windows: Sequence[int | None],
+    *,
+    scale: float | None = None,
+    partial: float | None = None,
+    bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: QKNorm | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    original_positions: int | None = None,
+    theta_key: str = "rope_theta",
+) -> tuple[Attention, ...]:
+    """The attention of each block.
+
+    Args:
+        windows: of each block; None for full attention.
+        scale: None for 1 / sqrt(head_dim).
+        partial: the share of a head that turns where the config may say another than 1, and what an absent key means.
+        original_positions: the context of the pretraining, where it stands outside the rope parameters.
+    """
+    hidden_size = reader.positive("hidden_size")
+    heads, kv_heads, head_dim = read_heads(reader, hidden_size)
+    share = partial_factor(reader, 1.0 if partial is None else partial)
+    if share != 1 and partial is None:
+        raise UnsupportedError(
+            "config-value", f"{reader.source}: 'partial_rotary_factor' is {share}, which is not implemented", why="1 is"
+        )
+    rotary = read_rotary_dim(reader, head_dim, share)
+    kinds = tuple(FULL if window is None else SLIDING for window in windows)
+    facts = RopeFacts(rotary or head_dim, reader.positive("max_position_embeddings"), original_positions)
+    ropes: tuple[AnyRope, ...] = read_ropes(reader, kinds, facts, theta_key=theta_key)
+    return tuple(
+        Attention(
+            heads,
+            kv_heads,
+            head_dim,
+            head_dim**-0.5 if scale is None else scale,
+            rope,
+            rotary,
+            window,
+            softcap=softcap,
+            sinks=sinks,
+            bias=bias,
+            output_bias=output_bias,
+            qk_norm=qk_norm,
+        )
+        for rope, window in zip(ropes, windows, strict=True)
+    )
+
+
+def read_mlp(
+    reader: ConfigReader, *, bias: bool = False, key: str = "hidden_act", known: tuple[str, ...] = ("silu",)
+) -> Mlp:
+    """A gated MLP."""
+    return Mlp(reader.positive("intermediate_size"), read_activation(reader, key, known), bias=bias)
+
+
+def read_model(
+    reader: ConfigReader, family: str, layers: Sequence[Layer], norm: Norm, *, tied: bool = False, **more: Any
+) -> DecoderConfig:
+    """The config from what the family read, and the keys that all have.
+
+    Args:
+        tied: what an absent `tie_word_embeddings` means.
+        more: fields of DecoderConfig.
+    """
+    said = reader.optional("tie_word_embeddings", bool)
+    bos = reader.token_ids("bos_token_id")
+    return DecoderConfig(
+        family=family,
+        vocab_size=reader.positive("vocab_size"),
+        hidden_size=reader.positive("hidden_size"),
+        layers=tuple(layers),
+        norm=norm,
+        max_positions=reader.positive("max_position_embeddings"),
+        tied=tied if said is None else said,
+        dtype=read_dtype(reader),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        **more,
+    )
+
+
+def rms(reader: ConfigReader, *, offset: float | None = None) -> Norm:
+    """The RMS norm of all blocks."""
+    return Norm(read_eps(reader), offset=offset)
+
+
+def layers(attentions: Sequence[Attention], mlp: Mlp) -> tuple[Layer, ...]:
+    """Blocks with one kind of MLP."""
+    return tuple(Layer(attention, mlp) for attention in attentions)

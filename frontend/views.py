@@ -1,0 +1,109 @@
+"""Weights that are a part of a stored tensor, or several of them in one: fused q, k and v, experts one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from plait.errors import CheckpointError
+from plait.frontend.files import some
+from plait.spec import Piece, Rows, WeightRef
+
+
+@dataclass(frozen=True)
+class View:
+    """How a weight of the module is found in the checkpoint.
+
+    Attributes:
+        sources: names of stored tensors; several are stacked, in this order, along a new first dimension.
+        rows: which of their rows; None for all.
+        transposed: a matrix is stored as (in, out).
+        matrices: the rows become this many matrices of a stack, (matrices, rows / matrices, columns).
+    """
+
+    sources: tuple[str, ...]
+    rows: Rows | None = None
+    transposed: bool = False
+    matrices: int | None = None
+    flat: bool = False
+    """The tensor, of whatever shape, is a vector."""
+
+
+def whole(name: str) -> View:
+    """A tensor as it is, under another name."""
+    return View((name,))
+
+
+def rows_of(name: str, start: int, count: int, of: int) -> View:
+    """`count` neighbouring rows of `of`."""
+    return View((name,), Rows(1, of, (Piece(start, count),)))
+
+
+def apply(weights: Mapping[str, WeightRef], views: Mapping[str, View], source: str) -> dict[str, WeightRef]:
+    """The weights under the names that the module has for them. What no view takes keeps its name; a weight that is
+    there under the module's name needs no view.
+
+    Raises:
+        CheckpointError: `tensor-missing`, `tensor-shape`, naming the stored tensors.
+    """
+    made: dict[str, WeightRef] = {}
+    taken: set[str] = set()
+    for name, view in views.items():
+        missing = [part for part in view.sources if part not in weights]
+        if missing and name in weights:
+            continue
+        if missing:
+            raise CheckpointError(
+                "tensor-missing",
+                f"{source} lacks {len(missing)} tensors that its config asks for: {some(missing)}",
+                why=f"{name!r} is made of them",
+                hint="does the config belong to these weights?",
+            )
+        taken |= set(view.sources)
+        made[name] = _made(name, [weights[part] for part in view.sources], view)
+    return {name: ref for name, ref in weights.items() if name not in taken} | made
+
+
+def _made(name: str, refs: list[WeightRef], view: View) -> WeightRef:
+    if len(refs) > 1:
+        parts = tuple(_one(ref.name, ref, replace(view, matrices=None)) for ref in refs)
+        if len({(part.shape, part.encoding) for part in parts}) > 1:
+            raise _wrong(name, refs, "they are stacked, and differ in shape or encoding")
+        first = parts[0]
+        return WeightRef(name, first.file, 0, 0, first.encoding, (len(parts), *first.shape), stack=parts)
+    return _one(name, refs[0], view)
+
+
+def _one(name: str, ref: WeightRef, view: View) -> WeightRef:
+    shape = ref.shape
+    if view.flat:
+        shape = (prod(shape),)
+    if view.transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    if view.rows is not None:
+        if ref.rows is not None:
+            raise _wrong(name, [ref], "its rows are in an order of their own already")
+        lead, columns = (shape[:-1], shape[-1:]) if len(shape) > 1 else (shape, ())
+        stored = prod(lead)
+        if view.rows.groups * view.rows.stride != stored:
+            raise _wrong(name, [ref], f"{view.rows.groups * view.rows.stride} rows are due, not {stored}")
+        # Of a stack each matrix keeps its share of the rows.
+        shape = (*shape[:-2], view.rows.count // prod(shape[:-2]), *columns) if columns else (view.rows.count,)
+    if view.matrices is not None:
+        if len(shape) < 2 or shape[-2] % view.matrices:
+            raise _wrong(name, [ref], f"{list(shape)} is no stack of {view.matrices} matrices")
+        shape = (view.matrices, shape[-2] // view.matrices, shape[-1])
+    return replace(
+        ref, name=name, shape=shape, rows=view.rows or ref.rows, transposed=view.transposed or ref.transposed
+    )
+
+
+def _wrong(name: str, refs: list[WeightRef], why: str) -> CheckpointError:
+    stored = ", ".join(f"{ref.name!r} {list(ref.shape)}" for ref in refs[:5])
+    return CheckpointError(
+        "tensor-shape",
+        f"{name!r} cannot be made of {stored}",
+        why=why,
+        hint="does the config belong to these weights?",
+    )
