@@ -17,7 +17,7 @@ from plait.backends.ranges import Index
 from plait.errors import CheckpointError
 from plait.ir.numbers import NUMPY, code_values, dequantise
 from plait.ir.quant import quant_type
-from plait.ir.types import QuantType
+from plait.ir.types import CODE_MAX, QuantType
 from plait.spec import WeightRef
 
 Array = NDArray[Any]
@@ -94,6 +94,13 @@ def read_scales(ref: WeightRef, root: Path | None) -> Scales:
     zero = None
     if isinstance(ref.zero, WeightRef) and kind.zero_dtype is not None:
         zero = _numbers(ref, ref.zero, shape, root, "a zero", signed=None).astype(NUMPY[kind.zero_dtype])
+        if ref.zero.shift and zero.size and zero.max() > CODE_MAX[kind.code_name]:
+            raise CheckpointError(
+                "weight-scale",
+                f"{ref.zero.name!r}, the zeros of {ref.name!r}, holds {zero.max() - ref.zero.shift:g}",
+                why=f"{ref.zero.shift:g} more is {zero.max():g} to some readers and 0 to others",
+                hint="quantise again, in the second version of the format (gptq_v2)",
+            )
     outer = None if ref.outer is None else _outer(ref, ref.outer, shape[0], root)
     order = None if ref.group_of is None else _order(ref, ref.group_of, (shape[0], columns), shape[2], root)
     return Scales(kind, scale.astype(NUMPY[kind.scale_dtype], copy=False), zero, outer, order)
