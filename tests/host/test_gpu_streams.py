@@ -82,23 +82,76 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
+def normed(x: Floats, eps: float) -> Floats:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+
+
 @shapes("rows, width", (1, 64), (MANY, 40), (5, 576), (3, 1024))
 def test_rms_norm(rng: np.random.Generator, dtype: str, rows: int, width: int) -> None:
-    x, weight, out = wide(rng, rows, width, dtype), wide(rng, 1, width, dtype, 0)[0], empty(rows, width, dtype)
-    x[-1] *= np.asarray(1e-4, x.dtype)  # a row whose mean of squares is less than eps
+    _norm(rng, dtype, rows, 1, width, False, offset=1.0 if rows == 5 else 0.0)
+
+
+#: Of heads of a row: (rows, groups, width of a group, whether each has weights of its own).
+GROUPED = ((1, 3, 64, False), (MANY, 2, 16, True), (5, 9, 80, False), (4, 5, 24, True))
+
+
+@shapes("rows, groups, width, apart", *GROUPED)
+def test_rms_norm_of_heads(
+    rng: np.random.Generator, dtype: str, rows: int, groups: int, width: int, apart: bool
+) -> None:
+    _norm(rng, dtype, rows, groups, width, apart, offset=1.0 if apart else 0.0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@shapes("rows, groups, width, apart", (1, 1, 64, False), (5, 1, 576, False), (3, 1, 1024, False), *GROUPED)
+def test_layer_norm(
+    rng: np.random.Generator, dtype: str, rows: int, groups: int, width: int, apart: bool, biased: bool
+) -> None:
+    _norm(rng, dtype, rows, groups, width, apart, layer=True, biased=biased)
+
+
+def _norm(
+    rng: np.random.Generator,
+    dtype: str,
+    rows: int,
+    groups: int,
+    width: int,
+    apart: bool,
+    *,
+    offset: float = 0.0,
+    layer: bool = False,
+    biased: bool = False,
+) -> None:
+    """Groups of a row, each by itself; `apart`: each with weights of its own."""
+    whole = groups * width
+    x, out = wide(rng, rows, whole, dtype), empty(rows, whole, dtype)
+    weight, bias = wide(rng, 2, whole if apart else width, dtype, 0)
     eps = 1e-5
+    if layer:
+        x += np.asarray(3, x.dtype)  # far from mean zero
+    else:
+        x[-1] *= np.asarray(1e-4, x.dtype)  # a row whose mean of squares is less than eps
+    own = {"bias": bias if biased else None} if layer else {}
     launch(
-        "rms_norm",
-        {"x": x, "weight": weight, "out": out},
-        {"BLOCK": 1 << (width - 1).bit_length()},
+        "layer_norm" if layer else "rms_norm",
+        {"x": x, "weight": weight, **own, "out": out},
+        {"GROUPS": groups, **({"HAS_BIAS": biased} if layer else {}), "BLOCK": 1 << (width - 1).bit_length()},
+        {"BLOCK_GROUPS": 1 if groups == 1 else 4},
+        {"bias": dtype} if layer else None,
         rows=rows,
         H=width,
         x_stride=stride(x),
         out_stride=stride(out),
+        weight_stride=width if apart else 0,
         eps=eps,
+        **({} if layer else {"offset": offset}),
     )
-    expected = f64(x) / np.sqrt((f64(x) ** 2).mean(axis=1, keepdims=True) + eps) * f64(weight)
-    close(out, expected, dtype, floor=1e-2)
+    values, scale = f64(x).reshape(rows, groups, width), f64(weight).reshape(-1, width) + offset
+    if layer:
+        values = values - values.mean(axis=-1, keepdims=True)
+    expected = normed(values, eps) * scale + (f64(bias).reshape(-1, width) if biased else 0.0)
+    # A mean is taken off values that are as large.
+    close(out, expected.reshape(rows, -1), dtype, floor=4.0 if layer else 1e-2)
 
 
 @shapes("rows, width, in_place", (1, 64, False), (MANY, 40, True), (5, 576, False), (4, 64, True))
@@ -117,12 +170,13 @@ def test_add_rms_norm(rng: np.random.Generator, dtype: str, rows: int, width: in
         total_stride=stride(total),
         out_stride=stride(out),
         eps=1e-6,
+        offset=0.5 if in_place else 0.0,
     )
     expected = (before + f64(y)).astype(NUMPY_TYPES[dtype])
     np.testing.assert_array_equal(f64(total), f64(expected))
     # The norm of the rounded sum: that of the sum itself is another number.
-    values = f64(expected)
-    close(out, values / np.sqrt((values**2).mean(axis=1, keepdims=True) + 1e-6) * f64(weight), dtype, floor=1e-2)
+    scale = f64(weight) + (0.5 if in_place else 0.0)
+    close(out, normed(f64(expected), 1e-6) * scale, dtype, floor=1e-2)
 
 
 @shapes("rows, width", (1, 8), (MANY, 100), (7, 300))
@@ -138,6 +192,7 @@ def test_embed_and_gather_rows(rng: np.random.Generator, dtype: str, rows: int, 
         rows=rows,
         H=width,
         out_stride=stride(out),
+        factor=1.0,
     )
     index, few = np.array([rows - 1, rows // 2, rows // 2], np.int32), empty(3, width, dtype)
     launch(
@@ -152,6 +207,22 @@ def test_embed_and_gather_rows(rng: np.random.Generator, dtype: str, rows: int, 
     close(out, f64(table[tokens]), dtype)
     np.testing.assert_array_equal(out, table[tokens])
     np.testing.assert_array_equal(few, table[tokens[index]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_times_a_factor(rng: np.random.Generator, dtype: str) -> None:
+    table, out, factor = wide(rng, 50, 300, dtype, 0), empty(7, 300, dtype), math.sqrt(300)
+    tokens = rng.integers(0, 50, 7).astype(np.int32)
+    launch(
+        "embed",
+        {"tokens": tokens, "table": table, "out": out},
+        tile={"BLOCK": 128},
+        rows=7,
+        H=300,
+        out_stride=stride(out),
+        factor=factor,
+    )
+    close(out, f64(table[tokens]) * factor, dtype, floor=1e-3)
 
 
 def _silu(x: Floats) -> Floats:
@@ -213,6 +284,40 @@ def test_binary(
         out_stride=stride(again),
     )
     np.testing.assert_array_equal(again, out)
+
+
+@pytest.mark.parametrize(
+    ("name", "constants", "numbers", "formula"),
+    [
+        ("gelu", {"APPROXIMATE": False}, {}, _gelu),
+        ("gelu", {"APPROXIMATE": True}, {}, _gelu_tanh),
+        ("scale", {}, {"factor": -0.3}, lambda x: -0.3 * x),
+        ("softcap", {}, {"factor": 0.7, "limit": 30.0}, lambda x: 30 * np.tanh(0.7 * x / 30)),
+    ],
+    ids=["gelu", "gelu_tanh", "scale", "softcap"],
+)
+@shapes("rows, width", (1, 40), (MANY, 24), (4, 300))
+def test_unary(
+    rng: np.random.Generator,
+    dtype: str,
+    name: str,
+    constants: dict[str, Any],
+    numbers: dict[str, float],
+    formula: Any,
+    rows: int,
+    width: int,
+) -> None:
+    x, out = wide(rng, rows, width, dtype), empty(rows, width, dtype)
+    x *= np.asarray(10, x.dtype)  # to both sides of where the softcap bends
+    x[0, :10] = [-0.0, 0.0, 30.0, -30.0, 88.0, -200.0, 1e4, -1e4, 1e-3, -7.4]
+    with np.errstate(over="ignore"):
+        expected = formula(f64(x))
+    # 1 + erf cancels far to the left; all digits of what is small are kept by the others.
+    floor = np.maximum(np.abs(f64(x)), 1.0) if name == "gelu" else 1e-3
+    for target in (out, x):  # and in place
+        strides = {"x_stride": stride(x), "out_stride": stride(target)}
+        launch(name, {"x": x, "out": target}, constants, {"BLOCK": 128}, rows=rows, N=width, **strides, **numbers)
+        close(target, expected, dtype, floor) if target is out else np.testing.assert_array_equal(x, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

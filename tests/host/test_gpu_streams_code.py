@@ -26,11 +26,15 @@ INSTRUCTIONS = {
 }  # fmt: skip
 CHIPS = tuple(INSTRUCTIONS)
 PHASES = ("attention_decode", "attention_prefill")
-STREAMS = ("embed", "gather_rows", "rms_norm", "add_rms_norm", "add", "silu_mul", "gelu_mul", "argmax")
+STREAMS = (
+    *("embed", "gather_rows", "rms_norm", "add_rms_norm", "layer_norm"),
+    *("add", "silu_mul", "gelu_mul", "gelu", "scale", "softcap", "argmax"),
+)
 
 CONSTANTS: Mapping[str, Constant] = {
     **{"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_TOKENS": 16, "WINDOW": 0, "SOFTCAP": 0.0, "HAS_SINKS": False},
     **{"SPLIT_KEYS": 256, "MAX_SPLITS": 32, "HEADS": 32, "ROTARY_DIM": 128, "BLOCK": 4096, "APPROXIMATE": False},
+    **{"GROUPS": 1, "HAS_BIAS": True},
 }
 TYPES: Mapping[str, str] = {
     **dict.fromkeys(("tokens", "index", "slots", "decodes", "kv_lens", "tiles", "query_starts"), "i32"),

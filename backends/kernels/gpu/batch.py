@@ -94,6 +94,7 @@ class Facts:
 
 _MAKERS: dict[str, Callable[[Facts, Fact], Any]] = {
     "tokens": lambda facts, fact: facts._batch.tokens,
+    "positions": lambda facts, fact: facts._batch.positions,
     "logit_rows": lambda facts, fact: facts._batch.logit_rows,
     "query_starts": lambda facts, fact: facts._batch.query_starts,
     "kv_lens": lambda facts, fact: facts._batch.kv_lens,

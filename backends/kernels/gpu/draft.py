@@ -35,7 +35,7 @@ from plait.backends.kernels.gpu.launch import (
 from plait.backends.kernels.gpu.table import KERNELS
 from plait.backends.kernels.lowering import Lowering, op_name, refuse
 from plait.ir import kv_layouts, signature
-from plait.ir.ops import AttentionOp
+from plait.ir.ops import AttentionOp, LatentAttentionOp
 from plait.ir.ops.base import tensor_type
 from plait.ir.types import Tensor, dtype_name
 
@@ -125,11 +125,13 @@ class Draft:
     Attributes:
         op: the op whose emitter runs.
         done: ops that a launch before them does already.
+        beside: what launches left in another form than the op's result.
     """
 
     def __init__(self, module: ModuleOp, target: str, arch: Arch, options: CompileOptions, pick: Pick) -> None:
         self.op: Operation
         self.done: set[Operation] = set()
+        self.beside: dict[SSAValue, tuple[View, View]] = {}
         self.arch = arch
         self._target, self._pick = target, pick
         rows = min(options.max_sequences, options.max_step_tokens)
@@ -138,7 +140,12 @@ class Draft:
         )
         self._signature = signature(module)
         self._layouts = kv_layouts(module, options.page_tokens)
-        self._pages = {f"{side}{i}": Pages(i, side) for i in range(len(self._layouts)) for side in _SIDES}
+        self._pages = {
+            f"{side}{i}": Pages(i, side)
+            for i, layout in enumerate(self._layouts)
+            for side in _SIDES
+            if side == "k" or layout.v_head_dim
+        }
         self._binaries: list[Binary] = []
         self._weights: dict[str, Weight] = {}
         self._facts: dict[str, Fact] = {}
@@ -187,8 +194,8 @@ class Draft:
     def fact(self, fact: Fact) -> Place:
         return Place(Pointer(_named(self._facts, fact, fact.kind)), fact.type)
 
-    def pages(self, op: AttentionOp) -> tuple[Place, Place]:
-        """Of K and of V."""
+    def pages(self, op: AttentionOp | LatentAttentionOp) -> tuple[Place, Place]:
+        """Of K and of V; a latent attention has no V."""
         layer = [*self._signature.kv.values()].index(op.kv)  # type: ignore[arg-type]
         kind = pages_type(op, self.arch)
         return Place(Pointer(f"k{layer}"), kind), Place(Pointer(f"v{layer}"), kind)
@@ -303,7 +310,7 @@ class Draft:
         return made
 
 
-def pages_type(op: AttentionOp, arch: Arch) -> str:
+def pages_type(op: AttentionOp | LatentAttentionOp, arch: Arch) -> str:
     """The type of an attention's pages: e4m3fn is converted by the kernels where the architecture does not.
 
     Raises UnsupportedError for another FP8 that the architecture does not have.

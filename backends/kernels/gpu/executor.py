@@ -17,7 +17,7 @@ from plait.backends.kernels.gpu.batch import Facts, fill
 from plait.backends.kernels.gpu.device import Call, Device, Memory, Region
 from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.held import Reader
-from plait.backends.kernels.gpu.launch import ALIGNMENT, ELEMENT_BYTES, LaunchPlan, Step, Value
+from plait.backends.kernels.gpu.launch import ALIGNMENT, ELEMENT_BYTES, LaunchPlan, Side, Step, Value
 from plait.backends.weights import read_weights_json
 from plait.errors import ArtifactError
 from plait.ir.numbers import NUMPY
@@ -27,6 +27,8 @@ Symbols = tuple[tuple[str, int], ...]
 
 #: Batches of so many different shapes stay resolved to launches.
 _SHAPES = 256
+
+_SIDES: tuple[Side, ...] = ("k", "v")
 
 _OUTPUTS = NUMPY | {"int32": np.dtype(np.int32)}
 _FACT_DTYPES: dict[str, np.dtype[Any]] = {"i32": np.dtype(np.int32), "fp32": np.dtype(np.float32)}
@@ -89,14 +91,14 @@ class LaunchSlice:
         return made | {TOKENS: made[TOKENS][:, 0]} if TOKENS in made else made
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
-        k, v = (np.empty(self._shape(layer, len(pages)), self._kv_dtype(layer)) for _ in range(2))
+        k, v = (np.empty(self._shape(layer, side, len(pages)), self._kv_dtype(layer)) for side in _SIDES)
         self._each_page(layer, pages, (k, v), self._device.read)
         return k, v
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
-        shape, dtype = self._shape(layer, len(pages)), self._kv_dtype(layer)
-        for side in (k, v):
-            assert side.shape == shape and side.dtype == dtype, f"pages are {side.dtype} {side.shape}"
+        for side, values in zip(_SIDES, (k, v), strict=True):
+            shape, dtype = self._shape(layer, side, len(pages)), self._kv_dtype(layer)
+            assert values.shape == shape and values.dtype == dtype, f"pages are {values.dtype} {values.shape}"
         self._each_page(layer, pages, (np.ascontiguousarray(k), np.ascontiguousarray(v)), self._device.write)
 
     def stats(self) -> dict[str, int | float | str]:
@@ -154,7 +156,7 @@ class LaunchSlice:
         self._arena = allocate(plan.arena_bytes)
         for name, pages in plan.pages.items():
             count = options.pages[kv_class(plan.kv[pages.layer].window)]
-            self._pages[name] = allocate(count * self._page_bytes(pages.layer))
+            self._pages[name] = allocate(count * self._page_bytes(pages.layer, pages.side))
         reader = Reader(read_weights_json(folder / "weights.json"), options.weight_root)
         for name, weight in plan.weights.items():
             self._weights[name], offset = allocate(weight.nbytes), 0
@@ -166,18 +168,21 @@ class LaunchSlice:
     def _kv_dtype(self, layer: int) -> np.dtype[Any]:
         return NUMPY[self._plan.kv[layer].dtype]
 
-    def _shape(self, layer: int, pages: int) -> tuple[int, int, int, int]:
+    def _shape(self, layer: int, side: Side, pages: int) -> tuple[int, int, int, int]:
         layout = self._plan.kv[layer]
-        return pages, layout.page_tokens, layout.kv_heads, layout.head_dim
+        width = layout.head_dim if side == "k" else layout.v_head_dim
+        return pages, layout.page_tokens, layout.kv_heads, width
 
-    def _page_bytes(self, layer: int) -> int:
-        return prod(self._shape(layer, 1)) * self._kv_dtype(layer).itemsize
+    def _page_bytes(self, layer: int, side: Side) -> int:
+        return prod(self._shape(layer, side, 1)) * self._kv_dtype(layer).itemsize
 
     def _each_page(
         self, layer: int, pages: Int32, sides: Sequence[Array], move: Callable[[Memory, int, NDArray[Any]], None]
     ) -> None:
-        size = self._page_bytes(layer)
-        for side, values in zip("kv", sides, strict=True):
+        for side, values in zip(_SIDES, sides, strict=True):
+            if f"{side}{layer}" not in self._pages:
+                continue  # K holds the values
+            size = self._page_bytes(layer, side)
             for page, value in zip(pages.tolist(), values, strict=True):
                 move(self._pages[f"{side}{layer}"], page * size, _bytes(value))
 

@@ -170,7 +170,17 @@ class Pages:
 
 
 FactKind = Literal[
-    "tokens", "logit_rows", "query_starts", "kv_lens", "decodes", "tiles", "slots", "table", "cos", "sin"
+    "tokens",
+    "positions",
+    "logit_rows",
+    "query_starts",
+    "kv_lens",
+    "decodes",
+    "tiles",
+    "slots",
+    "table",
+    "cos",
+    "sin",
 ]
 
 
@@ -182,7 +192,7 @@ class Fact:
         shape: expressions.
         kv_class: of `slots` and `table`.
         queries: tokens of a tile, of `tiles`.
-        rope, head_dim: of `cos` and `sin`.
+        rope, head_dim: of `cos` and `sin`; head_dim is how many features of a head turn.
     """
 
     kind: FactKind

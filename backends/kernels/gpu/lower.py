@@ -7,7 +7,10 @@ one launch. No fusion crosses a block, so a slice computes what the whole model 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 from xdsl.dialects.builtin import ModuleOp
+from xdsl.ir import SSAValue
 
 from plait.backends.base import CompileOptions
 from plait.backends.kernels.gpu import lower_attention  # noqa: F401  # registers its emitters
@@ -21,12 +24,14 @@ from plait.backends.kernels.gpu.draft import (
     Places,
     Scalars,
     View,
+    null,
     pages_type,
+    tensor_of,
     user,
     width_of,
 )
 from plait.backends.kernels.gpu.launch import Fact, LaunchPlan
-from plait.backends.kernels.gpu.product import activation, gated_product, product, values
+from plait.backends.kernels.gpu.product import gated_product, product, values
 from plait.backends.kernels.lowering import Lowering, op_name, operand_dtype, refuse, weight_kind, weight_name
 from plait.errors import UnsupportedError
 from plait.ir.module import ops
@@ -35,15 +40,21 @@ from plait.ir.ops import (
     AddRmsNormOp,
     AttentionOp,
     EmbedOp,
+    EmbedPositionsOp,
     GeluMulOp,
+    GeluOp,
+    LayerNormOp,
     LinearOp,
     LinearsOp,
     LogitsOp,
     PlaitOp,
     RmsNormOp,
+    ScaleOp,
     SiluMulOp,
     WeightOp,
 )
+from plait.ir.ops.base import number
+from plait.ir.ops.elementwise import GELU
 
 __all__ = ["LOWERING", "lower", "lowering"]
 
@@ -90,53 +101,97 @@ def _weight(op: WeightOp) -> Emit:
 
 @LOWERING.emits(EmbedOp)
 def _embed(op: EmbedOp) -> Emit:
+    return _rows_of(op, Fact("tokens", "i32", ("T",)))
+
+
+@LOWERING.emits(EmbedPositionsOp)
+def _embed_positions(op: EmbedPositionsOp) -> Emit:
+    return _rows_of(op, Fact("positions", "i32", ("T",)))
+
+
+def _rows_of(op: EmbedOp | EmbedPositionsOp, chosen: Fact) -> Emit:
+    """The chosen rows of a table, times the factor that follows at once: a table's values need no rounding between."""
     weight_name(op, op.table)
     dtype = operand_dtype(op, op.result)
 
     def emit(d: Draft) -> None:
-        out = d.make(op.result)
-        tokens = d.fact(Fact("tokens", "i32", ("T",)))
-        places: Places = {"tokens": tokens, "table": d.weight(values([op.table], dtype)), "out": out}
-        d.launch("embed", places, {"rows": "T", "H": out.width, "out_stride": out.stride}, {})
+        scale = user(op.result)
+        if isinstance(scale, ScaleOp):
+            d.done.add(scale)
+            result, factor = scale.result, scale.factor.value.data
+        else:
+            result, factor = op.result, 1.0
+        out = d.make(result)
+        places: Places = {"tokens": d.fact(chosen), "table": d.weight(values([op.table], dtype)), "out": out}
+        d.launch("embed", places, {"rows": "T", "H": out.width, "out_stride": out.stride, "factor": factor}, {})
 
     return emit
 
 
-@LOWERING.emits(RmsNormOp, "eps")
+@LOWERING.emits(RmsNormOp, "eps", "group", "offset")
 def _rms_norm(op: RmsNormOp) -> Emit:
     weight_name(op, op.weight)
     operand_dtype(op, op.x)
-    return lambda d: _norm(d, d.view(op.x), op, d.make(op.result))
+    return lambda d: _norm(d, op, d.view(op.x), d.make(op.result), number(op.group))
 
 
-@LOWERING.emits(AddRmsNormOp, "eps")
+@LOWERING.emits(AddRmsNormOp, "eps", "offset")
 def _add_rms_norm(op: AddRmsNormOp) -> Emit:
     weight_name(op, op.weight)
     dtype = operand_dtype(op, op.x)
 
     def emit(d: Draft) -> None:
         if d.knows(op.sum):  # the product before it added already
-            _norm(d, d.view(op.sum), op, d.make(op.normed))
+            _norm(d, op, d.view(op.sum), d.make(op.normed))
             return
         views = {"x": d.view(op.x), "y": d.view(op.y), "total": d.make(op.sum), "out": d.make(op.normed)}
         strides = {f"{name}_stride": view.stride for name, view in views.items()}
         width = views["x"].width
-        scalars: Scalars = {"rows": "T", "H": width, "eps": op.eps.value.data, **strides}
-        d.launch("add_rms_norm", {**views, "weight": d.weight(values([op.weight], dtype))}, scalars, _row(width))
+        scalars: Scalars = {"rows": "T", "H": width, "eps": op.eps.value.data, "offset": _offset(op), **strides}
+        constants = {"BLOCK": _power_of_two(width)}
+        d.launch("add_rms_norm", {**views, "weight": d.weight(values([op.weight], dtype))}, scalars, constants)
 
     return emit
 
 
-def _norm(d: Draft, x: View, op: RmsNormOp | AddRmsNormOp, out: View) -> None:
-    weight = d.weight(values([op.weight], operand_dtype(op, op.x)))
-    strides = {"x_stride": x.stride, "out_stride": out.stride}
-    scalars: Scalars = {"rows": "T", "H": x.width, "eps": op.eps.value.data, **strides}
-    d.launch("rms_norm", {"x": x, "weight": weight, "out": out}, scalars, _row(x.width))
+@LOWERING.emits(LayerNormOp, "eps", "group")
+def _layer_norm(op: LayerNormOp) -> Emit:
+    for value in (op.weight, op.bias):
+        if value is not None:
+            weight_name(op, value)
+    operand_dtype(op, op.x)
+    return lambda d: _norm(d, op, d.view(op.x), d.make(op.result), number(op.group))
 
 
-def _row(width: int) -> Constants:
-    """A whole row in one block: the next power of two."""
-    return {"BLOCK": 1 << (width - 1).bit_length()}
+def _norm(d: Draft, op: RmsNormOp | AddRmsNormOp | LayerNormOp, x: View, out: View, group: int | None = None) -> None:
+    """A norm of every `group` features of a row, or of the whole."""
+    dtype, each = operand_dtype(op, op.x), group or x.width
+    weight = d.weight(values([op.weight], dtype))
+    scalars: Scalars = {
+        "rows": "T",
+        "H": each,
+        "x_stride": x.stride,
+        "out_stride": out.stride,
+        "weight_stride": each if tensor_of(op.weight).get_shape()[0] > each else 0,
+        "eps": op.eps.value.data,
+        "offset": 0.0 if isinstance(op, LayerNormOp) else _offset(op),
+    }
+    constants: Constants = {"GROUPS": x.width // each, "BLOCK": _power_of_two(each)}
+    if not isinstance(op, LayerNormOp):
+        d.launch("rms_norm", {"x": x, "weight": weight, "out": out}, scalars, constants)
+        return
+    bias = null(x.type) if op.bias is None else d.weight(values([op.bias], dtype))
+    constants = {**constants, "HAS_BIAS": op.bias is not None}
+    d.launch("layer_norm", {"x": x, "weight": weight, "bias": bias, "out": out}, scalars, constants)
+
+
+def _offset(op: RmsNormOp | AddRmsNormOp) -> float:
+    return 0.0 if op.offset is None else float(op.offset.value.data)
+
+
+def _power_of_two(width: int) -> int:
+    """The next one: whole groups of features in one block."""
+    return 1 << (width - 1).bit_length()
 
 
 @LOWERING.emits(LinearOp)
@@ -170,41 +225,53 @@ def _linears(op: LinearsOp) -> Emit:
     operand_dtype(op, op.x)
 
     def emit(d: Draft) -> None:
-        x, gate = d.view(op.x), _gate(op)
-        if gate is not None:
-            act, first = gate
-            order = (first, 1 - first)
-            weights, biases = ([items[i] for i in order] if items else [] for items in (op.weights, op.biases))
-            if gated_product(d, x, weights, biases, act):
-                return
-        widths = [width_of(value) for value in op.products]
-        out, start = d.activation(sum(widths), x.type), 0
-        for value, width in zip(op.products, widths, strict=True):
-            d.set(value, out.columns(start, width))
-            start += width
-        product(d, x, list(op.weights), list(op.biases), out)
+        x, rest = d.view(op.x), list(range(len(op.products)))
+        for act, gate, up in _gates(op):
+            if gated_product(d, x, *_chosen(op, [gate, up]), act):
+                rest = [i for i in rest if i not in (gate, up)]
+        if not rest:
+            return
+        products = [op.products[i] for i in rest]
+        out, start = d.activation(sum(map(width_of, products)), x.type), 0
+        for value in products:
+            d.set(value, out.columns(start, width_of(value)))
+            start += width_of(value)
+        product(d, x, *_chosen(op, rest), out)
 
     return emit
 
 
-def _gate(op: LinearsOp) -> tuple[SiluMulOp | GeluMulOp, int] | None:
-    """The activation that takes both products, which nothing else does, and which of them is the gate."""
-    users = [user(value) for value in op.products]
-    act = users[0]
-    if len(users) != 2 or act is not users[1] or not isinstance(act, SiluMulOp | GeluMulOp):
-        return None
-    return act, 0 if act.x is op.products[0] else 1
+def _chosen(op: LinearsOp, indices: Sequence[int]) -> tuple[list[SSAValue], list[SSAValue]]:
+    """Some of the weights, and their biases where there are any."""
+    return [op.weights[i] for i in indices], [op.biases[i] for i in indices] if op.biases else []
 
 
-def _elementwise(op: AddOp | SiluMulOp | GeluMulOp, kernel: str, constants: Constants) -> Emit:
+def _gates(op: LinearsOp) -> Iterator[tuple[SiluMulOp | GeluMulOp, int, int]]:
+    """Activations that take two of the products, which nothing else does, and which are the gate and the other one."""
+    for gate, value in enumerate(op.products):
+        act = user(value)
+        if isinstance(act, SiluMulOp | GeluMulOp) and act.x is value and act.y in op.products and user(act.y) is act:
+            yield act, gate, op.products.index(act.y)
+
+
+def _elementwise(
+    op: AddOp | SiluMulOp | GeluMulOp | GeluOp | ScaleOp, kernel: str, constants: Constants, **numbers: float
+) -> Emit:
     operand_dtype(op, op.x)
 
     def emit(d: Draft) -> None:
-        views = {"x": d.view(op.x), "y": d.view(op.y), "out": d.make(op.result)}
-        strides = {f"{name}_stride": view.stride for name, view in views.items()}
-        d.launch(kernel, views, {"rows": "T", "N": views["out"].width, **strides}, constants)
+        inputs = {name: d.view(value) for name, value in zip("xy", op.operands, strict=False)}
+        _rowwise(d, kernel, {**inputs, "out": d.make(op.result)}, constants, **numbers)
 
     return emit
+
+
+def _rowwise(
+    d: Draft, kernel: str, views: Mapping[str, View], constants: Constants, rows: str = "T", **numbers: float
+) -> None:
+    """Views of one width through an elementwise kernel."""
+    strides = {f"{name}_stride": view.stride for name, view in views.items()}
+    d.launch(kernel, views, {"rows": rows, "N": views["out"].width, **strides, **numbers}, constants, rows=rows)
 
 
 @LOWERING.emits(SiluMulOp)
@@ -214,9 +281,23 @@ def _silu_mul(op: SiluMulOp) -> Emit:
 
 @LOWERING.emits(GeluMulOp, "approximate")
 def _gelu_mul(op: GeluMulOp) -> Emit:
-    if activation(op) is None:
-        raise refuse(op, "approximate", op.approximate.data, "implemented are none, tanh")
-    return _elementwise(op, "gelu_mul", {"APPROXIMATE": op.approximate.data == "tanh"})
+    return _elementwise(op, "gelu_mul", _approximate(op))
+
+
+@LOWERING.emits(GeluOp, "approximate")
+def _gelu(op: GeluOp) -> Emit:
+    return _elementwise(op, "gelu", _approximate(op))
+
+
+def _approximate(op: GeluMulOp | GeluOp) -> Constants:
+    if op.approximate.data not in GELU:
+        raise refuse(op, "approximate", op.approximate.data, f"implemented are {', '.join(GELU)}")
+    return {"APPROXIMATE": op.approximate.data == "tanh"}
+
+
+@LOWERING.emits(ScaleOp, "factor")
+def _scale(op: ScaleOp) -> Emit:
+    return _elementwise(op, "scale", {}, factor=op.factor.value.data)
 
 
 @LOWERING.emits(AddOp)
@@ -224,7 +305,7 @@ def _add(op: AddOp) -> Emit:
     return _elementwise(op, "add", {})
 
 
-@LOWERING.emits(LogitsOp)
+@LOWERING.emits(LogitsOp, "scale", "softcap")
 def _logits(op: LogitsOp) -> Emit:
     weight_name(op, op.weight)
     operand_dtype(op, op.x)
@@ -238,6 +319,11 @@ def _logits(op: LogitsOp) -> Emit:
         )
         logits = d.make(op.result, "R")
         product(d, asked, [op.weight], [], logits, rows="R")
+        factor, limit, ends = number(op.scale) or 1.0, number(op.softcap), {"x": logits, "out": logits}
+        if limit is not None:
+            _rowwise(d, "softcap", ends, {}, "R", factor=factor, limit=limit)
+        elif factor != 1.0:
+            _rowwise(d, "scale", ends, {}, "R", factor=factor)
         sizes: Scalars = {"rows": "R", "V": logits.width, "stride": logits.stride}
         d.launch("argmax", {"logits": logits, "out": d.best()}, sizes, {}, rows="R", when="G")
 

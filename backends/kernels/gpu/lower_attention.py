@@ -26,7 +26,7 @@ from plait.spec import kv_class
 SPLIT_KEYS, MAX_SPLITS = 256, 32
 
 
-@LOWERING.emits(RopeOp, "head_dim", *ROPE_TABLE)
+@LOWERING.emits(RopeOp, "head_dim", "rotary_dim", *ROPE_TABLE)
 def _rope(op: RopeOp) -> Emit:
     operand_dtype(op, op.x)
     rope_of(op)
@@ -38,27 +38,28 @@ def _rope(op: RopeOp) -> Emit:
             return  # `rope_write` turns it
         x, out = d.view(op.x), d.make(op.result)
         scalars: Scalars = {"rows": "T", "x_stride": x.stride, "out_stride": out.stride}
-        constants = {"HEADS": x.width // head_dim, "HEAD_DIM": head_dim, "ROTARY_DIM": head_dim}
+        constants = {"HEADS": x.width // head_dim, "HEAD_DIM": head_dim, "ROTARY_DIM": op.rotated}
         d.launch("rope", {"x": x, "out": out, **_tables(d, op)}, scalars, constants)
 
     return emit
 
 
 def _turns(op: AttentionOp) -> tuple[RopeOp, RopeOp] | None:
-    """The embeddings of q and k, where both are the same one, of whole heads, and nobody else reads their results."""
+    """The embeddings of q and k, where both are the same one, of attention's heads, and nobody else reads them."""
     q, k = op.q.owner, op.k.owner
     if not isinstance(q, RopeOp) or not isinstance(k, RopeOp):
         return None
-    same = q.rope == k.rope and q.head_dim.value.data == k.head_dim.value.data == op.head_dim
+    same = (q.rope, q.rotated) == (k.rope, k.rotated)
+    same = same and q.head_dim.value.data == k.head_dim.value.data == op.head_dim
     return (q, k) if same and user(q.result) is op and user(k.result) is op else None
 
 
 def _tables(d: Draft, op: RopeOp) -> dict[str, Place]:
-    head_dim, rope = op.head_dim.value.data, rope_of(op)
-    shape = ("T", str(head_dim // 2))
+    rotated, rope = op.rotated, rope_of(op)
+    shape = ("T", str(rotated // 2))
     return {
-        "cos": d.fact(Fact("cos", "fp32", shape, rope=rope, head_dim=head_dim)),
-        "sin": d.fact(Fact("sin", "fp32", shape, rope=rope, head_dim=head_dim)),
+        "cos": d.fact(Fact("cos", "fp32", shape, rope=rope, head_dim=rotated)),
+        "sin": d.fact(Fact("sin", "fp32", shape, rope=rope, head_dim=rotated)),
     }
 
 
@@ -124,7 +125,7 @@ class _Attention:
             "HEADS": self.op.heads.value.data if turns else 0,
             "KV_HEADS": op.kv_heads,
             "HEAD_DIM": op.head_dim,
-            "ROTARY_DIM": op.head_dim if turns else 0,
+            "ROTARY_DIM": turns[0].rotated if turns else 0,
         }
         d.launch("rope_write", places, {"rows": "T", **strides, **self.scalars}, constants)
         return q_out

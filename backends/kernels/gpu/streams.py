@@ -5,6 +5,7 @@ and rounded once at the store. Words in the expressions: `<pointer>_bytes` is th
 
 Constants:
     BLOCK (of the norms): the next power of two of H.
+    GROUPS (of the norms): how many runs of H features a row has, each normed by itself.
     HEADS, KV_HEADS, HEAD_DIM: of q, and of k and v. HEADS 0 in `rope_write`: q and q_out are left alone.
     ROTARY_DIM: pairs (i, i + ROTARY_DIM / 2) of each head turn, the rest passes through; 0: nothing turns, and cos and
         sin are left alone. cos and sin are float32 (rows, ROTARY_DIM / 2).
@@ -19,12 +20,12 @@ from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile
 
 _SOURCES = "plait.backends.kernels.gpu.sources"
 
-#: out[r] = table[tokens[r]]; tokens i32, never negative; the table's rows are H apart.
+#: out[r] = factor table[tokens[r]]; tokens i32, never negative; the table's rows are H apart.
 EMBED = Kernel(
     name="embed",
     source=f"{_SOURCES}.embed:embed",
     pointers=("tokens", "table", "out"),
-    scalars={"rows": "i32", "H": "i32", "out_stride": "i32"},
+    scalars={"rows": "i32", "H": "i32", "out_stride": "i32", "factor": "f32"},
     constants=(),
     tile=("BLOCK",),
     grid=("rows", "cdiv(H, BLOCK)", "1"),
@@ -47,22 +48,33 @@ GATHER_ROWS = Kernel(
     bytes="rows * H * (x_bytes + out_bytes)",
 )
 
-#: out = x / sqrt(mean(x^2) + eps) * weight, per row.
-RMS_NORM = Kernel(
-    name="rms_norm",
-    source=f"{_SOURCES}.norm:rms_norm",
-    pointers=("x", "weight", "out"),
-    scalars={"rows": "i32", "H": "i32", "x_stride": "i32", "out_stride": "i32", "eps": "f32"},
-    constants=("BLOCK",),
-    tile=(),
-    grid=("rows", "1", "1"),
-    nature="stream",
-    written=("out",),
-    flops="4 * rows * H",
-    bytes="rows * H * (x_bytes + out_bytes) + H * weight_bytes",
-)
+_NORM_SCALARS = ("rows", "H", "x_stride", "out_stride", "weight_stride")
 
-#: total = x + y, rounded to total's type; out = rms_norm(total). total may be x or y.
+
+def _norm(name: str, flops: int, weights: tuple[str, ...], constants: tuple[str, ...], *numbers: str) -> Kernel:
+    """x (rows, GROUPS * H) to out; the weights of group i start at i * weight_stride: H, or 0 where they are shared."""
+    return Kernel(
+        name=name,
+        source=f"{_SOURCES}.norm:{name}",
+        pointers=("x", *weights, "out"),
+        scalars={**dict.fromkeys(_NORM_SCALARS, "i32"), **dict.fromkeys(numbers, "f32")},  # type: ignore[arg-type]
+        constants=("GROUPS", *constants, "BLOCK"),
+        tile=("BLOCK_GROUPS",),
+        grid=("rows", "cdiv(GROUPS, BLOCK_GROUPS)", "1"),
+        nature="stream",
+        written=("out",),
+        flops=f"{flops} * rows * GROUPS * H",
+        bytes="rows * GROUPS * H * (x_bytes + out_bytes) + H * weight_bytes",
+    )
+
+
+#: out = x / sqrt(mean(x^2) + eps) * (weight + offset), per group.
+RMS_NORM = _norm("rms_norm", 4, ("weight",), (), "eps", "offset")
+
+#: out = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, per group; HAS_BIAS.
+LAYER_NORM = _norm("layer_norm", 8, ("weight", "bias"), ("HAS_BIAS",), "eps")
+
+#: total = x + y, rounded to total's type; out = rms_norm(total), one group. total may be x or y.
 ADD_RMS_NORM = Kernel(
     name="add_rms_norm",
     source=f"{_SOURCES}.norm:add_rms_norm",
@@ -75,6 +87,7 @@ ADD_RMS_NORM = Kernel(
         "total_stride": "i32",
         "out_stride": "i32",
         "eps": "f32",
+        "offset": "f32",
     },
     constants=("BLOCK",),
     tile=(),
@@ -126,33 +139,41 @@ ROPE_WRITE = Kernel(
     " + 4 * rows * ROTARY_DIM",
 )
 
-_BINARY_SCALARS = ("rows", "N", "x_stride", "y_stride", "out_stride")
 
-
-def _binary(name: str, flops: int, constants: tuple[str, ...] = ()) -> Kernel:
-    """x and y (rows, N) to out, which may be x or y."""
+def _elementwise(name: str, flops: int, inputs: str, constants: tuple[str, ...] = (), *numbers: str) -> Kernel:
+    """Inputs (rows, N) to out, which may be one of them."""
+    whole = ("rows", "N", *(f"{pointer}_stride" for pointer in (*inputs, "out")))
     return Kernel(
         name=name,
         source=f"{_SOURCES}.elementwise:{name}",
-        pointers=("x", "y", "out"),
-        scalars=dict.fromkeys(_BINARY_SCALARS, "i32"),
+        pointers=(*inputs, "out"),
+        scalars={**dict.fromkeys(whole, "i32"), **dict.fromkeys(numbers, "f32")},  # type: ignore[arg-type]
         constants=constants,
         tile=("BLOCK",),
         grid=("rows", "cdiv(N, BLOCK)", "1"),
         nature="stream",
         written=("out",),
         flops=f"{flops} * rows * N",
-        bytes="rows * N * (x_bytes + y_bytes + out_bytes)",
+        bytes=f"rows * N * ({' + '.join(f'{pointer}_bytes' for pointer in (*inputs, 'out'))})",
     )
 
 
-ADD = _binary("add", 1)
+ADD = _elementwise("add", 1, "xy")
 
 #: silu(x) * y
-SILU_MUL = _binary("silu_mul", 5)
+SILU_MUL = _elementwise("silu_mul", 5, "xy")
 
 #: gelu(x) * y; APPROXIMATE: the tanh form.
-GELU_MUL = _binary("gelu_mul", 8, ("APPROXIMATE",))
+GELU_MUL = _elementwise("gelu_mul", 8, "xy", ("APPROXIMATE",))
+
+#: gelu(x)
+GELU = _elementwise("gelu", 7, "x", ("APPROXIMATE",))
+
+#: factor x
+SCALE = _elementwise("scale", 1, "x", (), "factor")
+
+#: limit * tanh(factor x / limit)
+SOFTCAP = _elementwise("softcap", 8, "x", (), "factor", "limit")
 
 #: out[r], i32: `plait.backends.base.best_tokens`, the first place of the largest of V values.
 ARGMAX = Kernel(
@@ -169,7 +190,10 @@ ARGMAX = Kernel(
     bytes="rows * V * logits_bytes",
 )
 
-KERNELS = (EMBED, GATHER_ROWS, RMS_NORM, ADD_RMS_NORM, ROPE, ROPE_WRITE, ADD, SILU_MUL, GELU_MUL, ARGMAX)
+KERNELS = (
+    *(EMBED, GATHER_ROWS, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ROPE, ROPE_WRITE),
+    *(ADD, SILU_MUL, GELU_MUL, GELU, SCALE, SOFTCAP, ARGMAX),
+)
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _LOAD_BYTES = 16
@@ -184,24 +208,27 @@ def candidates(
     vector = _LOAD_BYTES // min(_BYTES.get(types[name], _LOAD_BYTES) for name in kernel.pointers)
     lanes = vector * arch.warp
     most_warps = 1024 // arch.warp
-    if kernel in (RMS_NORM, ADD_RMS_NORM):
+    if kernel in (ROPE, ROPE_WRITE):
+        across = int(constants["ROTARY_DIM"]) // 2 or int(constants["HEAD_DIM"])
+        heads = max(int(constants["HEADS"]), int(constants.get("KV_HEADS", 0)))
+        return _head_tiles("BLOCK_HEADS", heads, across, lanes)
+    if int(constants.get("GROUPS", 1)) > 1:
+        return _head_tiles("BLOCK_GROUPS", int(constants["GROUPS"]), int(constants["BLOCK"]), lanes)
+    if kernel in (RMS_NORM, ADD_RMS_NORM, LAYER_NORM):
         width = int(constants["BLOCK"])
         warps = {min(most_warps, max(1, width // (lanes * loads))) for loads in (1, 2, 4)}
-        return tuple(Tile({}, num_warps=count) for count in sorted(warps, reverse=True))
-    if kernel in (ROPE, ROPE_WRITE):
-        return _head_tiles(constants, lanes)
+        own = dict.fromkeys(kernel.tile, 1)
+        return tuple(Tile(own, num_warps=count) for count in sorted(warps, reverse=True))
     shapes = ((16, 4), (16, 2), (8, 2)) if kernel is ARGMAX else ((4, 1), (1, 1), (4, 2), (8, 2))
     return tuple(Tile({"BLOCK": lanes * warps * loads}, num_warps=warps) for warps, loads in shapes)
 
 
-def _head_tiles(constants: Mapping[str, Constant], lanes: int) -> tuple[Tile, ...]:
-    """As many heads to a program as its threads have loads for, no more than there are."""
-    across = int(constants["ROTARY_DIM"]) // 2 or int(constants["HEAD_DIM"])
+def _head_tiles(name: str, heads: int, across: int, lanes: int) -> tuple[Tile, ...]:
+    """As many heads to a program as its threads have loads of `across` values for, no more than there are."""
     across = 1 << (across - 1).bit_length()
-    heads = max(int(constants["HEADS"]), int(constants.get("KV_HEADS", 0)))
     most = 1 << (heads - 1).bit_length()
     tiles: dict[int, Tile] = {}
     for warps in (1, 2, 4):
         block = min(most, max(1, lanes * warps // across))
-        tiles.setdefault(block, Tile({"BLOCK_HEADS": block}, num_warps=warps))
+        tiles.setdefault(block, Tile({name: block}, num_warps=warps))
     return tuple(tiles.values())

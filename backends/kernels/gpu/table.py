@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plait.backends.kernels.gpu import attend, gemm, streams
+from plait.backends.kernels.gpu import attend, experts, gemm, latent, streams
 from plait.backends.kernels.gpu.archs import Arch
 from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile
 
-_AREAS = (attend, gemm, streams)
+_AREAS = (attend, experts, gemm, latent, streams)
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for area in _AREAS for kernel in area.KERNELS}
 

@@ -7,24 +7,20 @@ import triton.language as tl
 
 
 @triton.jit
-def copy_row(source, out, H, BLOCK: tl.constexpr):
-    """This program's BLOCK columns of one row."""
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source + at, mask=at < H, other=0.0)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < H)
-
-
-@triton.jit
-def embed(tokens, table, out, rows, H, out_stride, BLOCK: tl.constexpr):
-    """out[r] = table[tokens[r]]."""
+def embed(tokens, table, out, rows, H, out_stride, factor, BLOCK: tl.constexpr):
+    """out[r] = factor table[tokens[r]]."""
     row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + row).to(tl.int64)
-    copy_row(table + token * H, out + row.to(tl.int64) * out_stride, H, BLOCK)
+    value = tl.load(table + token * H + at, mask=at < H, other=0.0).to(tl.float32) * factor
+    tl.store(out + row.to(tl.int64) * out_stride + at, value.to(out.dtype.element_ty), mask=at < H)
 
 
 @triton.jit
 def gather_rows(x, index, out, rows, H, x_stride, out_stride, BLOCK: tl.constexpr):
     """out[r] = x[index[r]]."""
     row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(index + row).to(tl.int64)
-    copy_row(x + chosen * x_stride, out + row.to(tl.int64) * out_stride, H, BLOCK)
+    value = tl.load(x + chosen * x_stride + at, mask=at < H, other=0.0)
+    tl.store(out + row.to(tl.int64) * out_stride + at, value.to(out.dtype.element_ty), mask=at < H)
