@@ -19,6 +19,7 @@ from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile
 from plait.backends.kernels.gpu.launch import (
     ELEMENT_BYTES,
+    SIDES,
     TYPES,
     Activation,
     Binary,
@@ -48,8 +49,6 @@ _SMALL_BYTES = 1 << 31
 
 #: Passes over the head start at multiples of so many rows: their indices, of 4 bytes, at multiples of 16 bytes.
 _ROWS = 4
-
-_SIDES: tuple[Literal["k", "v"], ...] = ("k", "v")
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Draft:
         self._pages = {
             f"{side}{i}": Pages(i, side)
             for i, layout in enumerate(self._layouts)
-            for side in _SIDES
+            for side in SIDES
             if side == "k" or layout.v_head_dim
         }
         self._binaries: list[Binary] = []

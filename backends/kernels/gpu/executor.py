@@ -17,7 +17,7 @@ from plait.backends.kernels.gpu.batch import Facts, fill
 from plait.backends.kernels.gpu.device import Call, Device, Memory, Region
 from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.held import Reader
-from plait.backends.kernels.gpu.launch import ALIGNMENT, ELEMENT_BYTES, LaunchPlan, Side, Step, Value
+from plait.backends.kernels.gpu.launch import ALIGNMENT, ELEMENT_BYTES, SIDES, LaunchPlan, Side, Step, Value
 from plait.backends.weights import read_weights_json
 from plait.errors import ArtifactError
 from plait.ir.numbers import NUMPY
@@ -27,8 +27,6 @@ Symbols = tuple[tuple[str, int], ...]
 
 #: Batches of so many different shapes stay resolved to launches.
 _SHAPES = 256
-
-_SIDES: tuple[Side, ...] = ("k", "v")
 
 _OUTPUTS = NUMPY | {"int32": np.dtype(np.int32)}
 _FACT_DTYPES: dict[str, np.dtype[Any]] = {"i32": np.dtype(np.int32), "fp32": np.dtype(np.float32)}
@@ -91,12 +89,12 @@ class LaunchSlice:
         return made | {TOKENS: made[TOKENS][:, 0]} if TOKENS in made else made
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
-        k, v = (np.empty(self._shape(layer, side, len(pages)), self._kv_dtype(layer)) for side in _SIDES)
+        k, v = (np.empty(self._shape(layer, side, len(pages)), self._kv_dtype(layer)) for side in SIDES)
         self._each_page(layer, pages, (k, v), self._device.read)
         return k, v
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
-        for side, values in zip(_SIDES, (k, v), strict=True):
+        for side, values in zip(SIDES, (k, v), strict=True):
             shape, dtype = self._shape(layer, side, len(pages)), self._kv_dtype(layer)
             assert values.shape == shape and values.dtype == dtype, f"pages are {values.dtype} {values.shape}"
         self._each_page(layer, pages, (np.ascontiguousarray(k), np.ascontiguousarray(v)), self._device.write)
@@ -179,7 +177,7 @@ class LaunchSlice:
     def _each_page(
         self, layer: int, pages: Int32, sides: Sequence[Array], move: Callable[[Memory, int, NDArray[Any]], None]
     ) -> None:
-        for side, values in zip(_SIDES, sides, strict=True):
+        for side, values in zip(SIDES, sides, strict=True):
             if f"{side}{layer}" not in self._pages:
                 continue  # K holds the values
             size = self._page_bytes(layer, side)

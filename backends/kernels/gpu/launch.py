@@ -161,12 +161,16 @@ class Weight:
         return sum(prod(self.held(shape)) for shape in self.shapes) * ELEMENT_BYTES[self.type]
 
 
+Side = Literal["k", "v"]
+SIDES: tuple[Side, ...] = ("k", "v")
+
+
 @dataclass(frozen=True)
 class Pages:
-    """K or V pages of one layer, (page, token, kv_head, head_dim)."""
+    """K or V pages of one layer, (page, token, kv_head, head_dim). Where K holds the values too, there is no V."""
 
     layer: int
-    side: Literal["k", "v"]
+    side: Side
 
 
 FactKind = Literal[

@@ -13,7 +13,11 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import SSAValue
 
 from plait.backends.base import CompileOptions
-from plait.backends.kernels.gpu import lower_attention  # noqa: F401  # registers its emitters
+from plait.backends.kernels.gpu import (  # noqa: F401  # they register their emitters
+    lower_attention,
+    lower_experts,
+    lower_latent,
+)
 from plait.backends.kernels.gpu.archs import Arch
 from plait.backends.kernels.gpu.draft import (
     LOWERING,
@@ -43,6 +47,7 @@ from plait.ir.ops import (
     EmbedPositionsOp,
     GeluMulOp,
     GeluOp,
+    LatentAttentionOp,
     LayerNormOp,
     LinearOp,
     LinearsOp,
@@ -79,7 +84,7 @@ def lowering(arch: Arch) -> Lowering[Emit]:
     """`LOWERING`, without what the architecture cannot do."""
 
     def check(op: PlaitOp) -> None:
-        if isinstance(op, AttentionOp):
+        if isinstance(op, AttentionOp | LatentAttentionOp):
             pages_type(op, arch)
 
     return LOWERING.checked(check)

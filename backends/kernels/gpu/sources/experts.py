@@ -229,9 +229,7 @@ def experts_gated(
         inner = clamped_swiglu(gate, up, ALPHA, LIMIT)
     else:
         inner = activate(gate, ACTIVATION) * up
-    finish(
-        inner, out, out, out, first, column, first + left, N, out_stride, out_stride, False, False, BLOCK_M, BLOCK_N
-    )
+    finish(inner, out, out, out, first, column, first + left, N, out_stride, out_stride, False, False, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
