@@ -19,7 +19,7 @@ from plait.ir.module import ops, weights
 from plait.ir.ops import PlaitOp, RopeOp, WeightOp
 from plait.ir.quant import held_dtype, quant_type
 from plait.ir.rope import PARAMETERS, ROPE_PARAMETERS, Rope
-from plait.ir.types import DTYPES, QuantType, dtype_name
+from plait.ir.types import DTYPES, Quant, dtype_name
 from plait.spec import Support, WeightRef
 
 Code = TypeVar("Code")
@@ -117,7 +117,7 @@ def weight_kind(op: WeightOp) -> None:
     """Check a weight that is dequantised where it is quantised. Raises UnsupportedError for a dtype not computed in."""
     kind = op.result.type
     assert isinstance(kind, TensorType)
-    if not isinstance(kind.element_type, QuantType):
+    if not isinstance(kind.element_type, Quant):
         operand_dtype(op, op.result)
 
 
@@ -157,7 +157,7 @@ def check_weights(module: ModuleOp, refs: Mapping[str, WeightRef]) -> None:
                 why=f"the slice's module wants {list(kind.get_shape())}",
                 hint="compile again",
             )
-        if isinstance(kind.element_type, QuantType) and quant_type(refs[name]) != kind.element_type:
+        if isinstance(kind.element_type, Quant) and quant_type(refs[name]) != kind.element_type:
             raise CheckpointError(
                 "weight-format",
                 f"{name!r} is {refs[name].encoding} of {quant_type(refs[name])} in weights.json",
@@ -180,6 +180,6 @@ def dtypes_of(module: ModuleOp) -> tuple[str, ...]:
 def dequantised(module: ModuleOp) -> dict[str, str]:
     """What a backend that dequantises says of the module, in its report and its stats; nothing where all is plain."""
     kinds = [op.result.type for op in weights(module).values()]
-    if not any(isinstance(kind, TensorType) and isinstance(kind.element_type, QuantType) for kind in kinds):
+    if not any(isinstance(kind, TensorType) and isinstance(kind.element_type, Quant) for kind in kinds):
         return {}
     return {"weights": f"dequantised to {' and '.join(dtypes_of(module))}"}

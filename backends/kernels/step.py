@@ -6,6 +6,7 @@ Legend: T tokens, S sequences, H query heads, N KV heads, G = H / N heads of one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,16 @@ class Step:
         count = len(batch.logit_rows)
         self.logit_rows = None if count == batch.token_count else self._long(batch.logit_rows)
 
-    def rope(self, rope: Rope, head_dim: int) -> tuple[Tensor, Tensor]:
-        """[T, 1, D] float32: cos of both halves, and sin with the first half negated."""
-        key = rope, head_dim
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T]."""
+        return self._long(self._batch.positions)
+
+    def rope(self, rope: Rope, rotary_dim: int) -> tuple[Tensor, Tensor]:
+        """[T, 1, rotary_dim] float32: cos of both halves, and sin with the first half negated."""
+        key = rope, rotary_dim
         if key not in self._tables:
-            cos, sin = tables(rope, head_dim, self._batch.positions)
+            cos, sin = tables(rope, rotary_dim, self._batch.positions)
             whole = (np.concatenate(pair, axis=-1)[:, None] for pair in ((cos, cos), (-sin, sin)))
             first, second = (to_torch(table.astype(np.float32)) for table in whole)
             self._tables[key] = first, second

@@ -79,14 +79,15 @@ class TorchSlice:
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         with torch.inference_mode():
-            k, v = self._layer(layer).pages.index_select(1, self._index(pages)).unbind(0)
+            k, *rest = self._layer(layer).pages.index_select(1, self._index(pages)).unbind(0)
             dtype = NUMPY[self.kv_layouts[layer].dtype]
+            v = rest[0] if rest else k[..., :0]
             return to_numpy(k).view(dtype), to_numpy(v).view(dtype)
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
         with torch.inference_mode():
             held = self._layer(layer).pages
-            for side, values in zip(held, (k, v), strict=True):
+            for side, values in zip(held, (k, v)[: len(held)], strict=True):
                 own = values.view(np.uint8) if held.dtype == torch.uint8 else values
                 side.index_copy_(0, self._index(pages), to_torch(own))
 
@@ -138,6 +139,7 @@ class TorchSlice:
             kind.kv_heads.data,
             kind.head_dim.data,
             dtype_name(kind.dtype),
+            kind.value_features if kind.is_latent else None,
         )
 
     def _program(self, module: ModuleOp) -> tuple[list[Call], int]:
