@@ -1,0 +1,226 @@
+"""What single families are made of, as launch plans in the interpreter against the oracle, and what is fused of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from xdsl.ir import SSAValue
+
+from plait.backends.base import TOKENS, best_tokens
+from plait.backends.conformance.models import HIDDEN, MODELS, ROPES, VOCABULARY, Attention, Build, attention, op
+from plait.backends.conformance.suite import MODEL_TOLERANCE, OP_TOLERANCE, Bench, Case, _against_oracle, _Reference
+from plait.backends.conformance.script import SCRIPTS
+from plait.backends.cuda import BACKEND as CUDA
+from plait.backends.kernels.gpu.interpreted import Interpreted
+from plait.backends.kernels.gpu.launch import LaunchPlan
+from plait.backends.rocm import BACKEND as ROCM
+from plait.ir import Builder, Rope
+from plait.ir.passes import SLICE_PIPELINE, run_passes
+from plait.spec import from_json, to_json
+from tests.host.gpu_slices import module, plan
+
+Project = Callable[[str, int], SSAValue]
+
+SUBJECTS = {"cuda": (Interpreted(CUDA), "cuda:sm_90a"), "rocm": (Interpreted(ROCM), "rocm:gfx942")}
+
+YARN = Rope(
+    500.0, "yarn", factor=8.0, beta_fast=8.0, beta_slow=1.0, original_positions=32, truncate=1, attention_factor=1.2
+)
+LONGROPE = Rope(500.0, "longrope", factors=(1.0, 1.5, 4.0, 16.0), attention_factor=1.19)
+
+OPS: dict[str, Build] = {
+    "rms_norm-offset": op(lambda b, rows: {"y": b.rms_norm(rows("x", HIDDEN), "w", 1e-5, offset=1.0)}),
+    "rms_norm-heads": op(lambda b, rows: {"y": b.rms_norm(rows("x", 72), "w", 1e-5, group=24)}),
+    "rms_norm-heads-apart": op(
+        lambda b, rows: {"y": b.rms_norm(rows("x", 72), "w", 1e-5, group=24, per_group=True, offset=1.0)}
+    ),
+    "add_rms_norm-offset": op(
+        lambda b, rows: {"y": b.rms_norm(b.add(rows("x", HIDDEN), rows("z", HIDDEN)), "w", 1e-5, offset=1.0)}
+    ),
+    "layer_norm": op(lambda b, rows: {"y": b.layer_norm(rows("x", HIDDEN), "w", None, 1e-5)}),
+    "layer_norm-bias": op(lambda b, rows: {"y": b.layer_norm(rows("x", HIDDEN), "w", "b", 1e-5)}),
+    "layer_norm-heads": op(lambda b, rows: {"y": b.layer_norm(rows("x", 72), "w", "b", 1e-5, group=24)}),
+    "layer_norm-heads-apart": op(
+        lambda b, rows: {"y": b.layer_norm(rows("x", 72), "w", "b", 1e-5, group=24, per_group=True)}
+    ),
+    "gelu-none": op(lambda b, rows: {"y": b.gelu(rows("x", HIDDEN))}),
+    "gelu-tanh": op(lambda b, rows: {"y": b.gelu(rows("x", HIDDEN), "tanh")}),
+    "linear-gelu": op(lambda b, rows: {"y": b.gelu(b.linear(rows("x", HIDDEN), "w", 80, "b"), "tanh")}),
+    "scale": op(lambda b, rows: {"y": b.scale(b.add(rows("x", HIDDEN), rows("z", HIDDEN)), -0.3)}),
+    "embed-scale": op(lambda b, rows: {"y": b.scale(rows("x", HIDDEN), HIDDEN**0.5)}),
+    "embed-scale-twice-read": op(lambda b, rows: _twice(b, rows("x", HIDDEN))),
+    "embed_positions": op(lambda b, rows: {"y": b.add(rows("x", HIDDEN), b.embed_positions("p", 512, HIDDEN))}),
+    "logits-scale": op(lambda b, rows: {"logits": b.logits(rows("x", HIDDEN), "w", 97, scale=0.25)}),
+    "logits-softcap": op(lambda b, rows: {"logits": b.logits(rows("x", HIDDEN), "w", 97, softcap=1.5)}),
+    "logits-scale-softcap": op(
+        lambda b, rows: {"logits": b.logits(rows("x", HIDDEN), "w", 97, scale=3.0, softcap=30.0)}
+    ),
+    "rope-part": op(lambda b, rows: {"y": b.rope(rows("x", 72), 24, ROPES["llama3"], 8)}),
+    "rope-yarn": op(lambda b, rows: {"y": b.rope(rows("x", 64), 32, YARN)}),
+    "rope-longrope": op(lambda b, rows: {"y": b.rope(rows("x", 64), 32, LONGROPE, 8)}),
+}
+
+
+def _twice(b: Builder, x: SSAValue) -> dict[str, SSAValue]:
+    return {"y": b.scale(x, 3.0), "z": x}
+
+
+def _stack(model: Callable[[str], Builder], *blocks: Callable[[Builder, SSAValue, str], SSAValue], **end: float) -> Build:
+    """Embedding, blocks, norm and logits of a model."""
+
+    def build(dtype: str) -> object:
+        b = Builder("model", dtype)
+        x = model(b)
+        for index, block in enumerate(blocks):
+            b.block = index
+            x = block(b, x, f"{index}")
+        b.block = None
+        return b.finish({"logits": b.logits(b.rms_norm(x, "norm", 1e-6), "embed", VOCABULARY, **end)})
+
+    return build
+
+
+def _heads(
+    b: Builder, h: SSAValue, at: str, a: Attention, turn: Callable[[str, SSAValue], SSAValue], bias: bool = False
+) -> SSAValue:
+    """An attention of `h`, whose q and k go through `turn`, and its output product."""
+
+    def project(name: str, count: int) -> SSAValue:
+        y = b.linear(h, f"{at}.{name}", count * a.head_dim, f"{at}.{name}.b" if bias else None)
+        return y if name == "v" else turn(name, y)
+
+    q, k, v = (project(name, count) for name, count in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads)))
+    made = b.attention(
+        *(q, k, v),
+        **{"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim, "scale": a.scale},
+        window=a.window,
+        softcap=a.softcap,
+    )
+    return b.linear(made, f"{at}.o", HIDDEN, f"{at}.o.b" if bias else None)
+
+
+def _gated(b: Builder, h: SSAValue, at: str, gelu: bool = False) -> SSAValue:
+    act = (lambda x, y: b.gelu_mul(x, y, "tanh")) if gelu else b.silu_mul
+    return b.linear(act(b.linear(h, f"{at}.gate", 80), b.linear(h, f"{at}.up", 80)), f"{at}.down", HIDDEN)
+
+
+def _embed(b: Builder) -> SSAValue:
+    return b.embed("embed", VOCABULARY, HIDDEN)
+
+
+def _gemma(a: Attention, rope: Rope) -> Callable[[Builder, SSAValue, str], SSAValue]:
+    """Norms before and after, of heads too; a softcap."""
+
+    def block(b: Builder, x: SSAValue, at: str) -> SSAValue:
+        def norm(y: SSAValue, name: str, group: int | None = None) -> SSAValue:
+            return b.rms_norm(y, f"{at}.{name}", 1e-6, group=group, offset=1.0)
+
+        def turn(name: str, y: SSAValue) -> SSAValue:
+            return b.rope(norm(y, f"{name}.norm", a.head_dim), a.head_dim, rope)
+
+        x = b.add(x, norm(_heads(b, norm(x, "in"), at, a, turn), "attended"))
+        return b.add(x, norm(_gated(b, norm(x, "mlp.in"), at, gelu=True), "mlp.out"))
+
+    return block
+
+
+def _cohere(b: Builder, x: SSAValue, at: str) -> SSAValue:
+    """Attention and MLP side by side of one layer norm, so that five products share their input."""
+    a = Attention()
+    h = b.layer_norm(x, f"{at}.in", None, 1e-5)
+
+    def turn(name: str, y: SSAValue) -> SSAValue:
+        normed = b.layer_norm(y, f"{at}.{name}.norm", None, 1e-5, group=16, per_group=True)
+        return b.rope(normed, a.head_dim, ROPES["default"])
+
+    return b.add(b.add(x, _heads(b, h, at, a, turn)), _gated(b, h, at))
+
+
+def _gpt2(b: Builder, x: SSAValue, at: str) -> SSAValue:
+    h = b.layer_norm(x, f"{at}.in", f"{at}.in.b", 1e-5)
+    x = b.add(x, _heads(b, h, at, Attention(heads=3, kv_heads=3), lambda name, y: y, bias=True))
+    h = b.layer_norm(x, f"{at}.mlp", f"{at}.mlp.b", 1e-5)
+    h = b.gelu(b.linear(h, f"{at}.fc", 80, f"{at}.fc.b"), "tanh")
+    return b.add(x, b.linear(h, f"{at}.proj", HIDDEN, f"{at}.proj.b"))
+
+
+def _neox(b: Builder, x: SSAValue, at: str) -> SSAValue:
+    """Attention and MLP side by side, of two norms; a quarter of each head turns."""
+    a = Attention(heads=2, kv_heads=2, head_dim=24)
+    h = b.layer_norm(x, f"{at}.in", f"{at}.in.b", 1e-5)
+    y = _heads(b, h, at, a, lambda name, z: b.rope(z, 24, ROPES["llama3"], 6), bias=True)
+    h = b.layer_norm(x, f"{at}.mlp", f"{at}.mlp.b", 1e-5)
+    h = b.gelu(b.linear(h, f"{at}.fc", 80, f"{at}.fc.b"))
+    return b.add(b.add(y, b.linear(h, f"{at}.proj", HIDDEN, f"{at}.proj.b")), x)
+
+
+def _granite(b: Builder, x: SSAValue, at: str) -> SSAValue:
+    a = Attention(scale=0.1)
+    h = _heads(b, b.rms_norm(x, f"{at}.in", 1e-6), at, a, lambda name, y: b.rope(y, 16, ROPES["default"]))
+    x = b.add(x, b.scale(h, 0.22))
+    return b.add(x, b.scale(_gated(b, b.rms_norm(x, f"{at}.mlp", 1e-6), at), 0.22))
+
+
+def _olmo(b: Builder, x: SSAValue, at: str) -> SSAValue:
+    """Norms after, and of q and k over their whole width."""
+
+    def turn(name: str, y: SSAValue) -> SSAValue:
+        return b.rope(b.rms_norm(y, f"{at}.{name}.norm", 1e-6), 16, YARN_16)
+
+    x = b.add(x, b.rms_norm(_heads(b, x, at, Attention(), turn), f"{at}.attended", 1e-6))
+    return b.add(x, b.rms_norm(_gated(b, x, at), f"{at}.mlp", 1e-6))
+
+
+YARN_16 = replace(YARN, truncate=0)
+
+
+def _phi(rope: Rope | None) -> Callable[[Builder, SSAValue, str], SSAValue]:
+    """Heads of 24, of which 8 features turn, or none in layers without positions."""
+
+    def block(b: Builder, x: SSAValue, at: str) -> SSAValue:
+        h = b.rms_norm(x, f"{at}.in", 1e-6)
+        a = Attention(heads=2, kv_heads=1, head_dim=24)
+        x = b.add(x, _heads(b, h, at, a, lambda name, y: y if rope is None else b.rope(y, 24, rope, 8)))
+        return b.add(x, _gated(b, b.rms_norm(x, f"{at}.mlp", 1e-6), at))
+
+    return block
+
+
+FAMILIES: dict[str, Build] = {
+    "gemma": _stack(
+        lambda b: b.scale(_embed(b), HIDDEN**0.5),
+        _gemma(Attention(head_dim=24, window=8, scale=1.0, softcap=5.0), ROPES["default"]),
+        _gemma(Attention(head_dim=24, scale=1.0), ROPES["linear"]),
+        softcap=3.0,
+    ),
+    "cohere": _stack(_embed, _cohere, _cohere, scale=0.25),
+    "gpt2": _stack(lambda b: b.add(_embed(b), b.embed_positions("wpe", 512, HIDDEN)), _gpt2, _gpt2),
+    "neox": _stack(_embed, _neox, _neox),
+    "granite": _stack(lambda b: b.scale(_embed(b), 12.0), _granite, _granite, scale=0.125),
+    "olmo": _stack(_embed, _olmo, _olmo),
+    "phi-nope": _stack(_embed, _phi(LONGROPE), _phi(None), _phi(LONGROPE)),
+}
+
+HEAD_DIMS = (24, 64, 80, 96, 256)
+
+
+def _run(build: Build, script: str, tolerance: dict[str, float], dtype: str, subject: str, folder: Path) -> None:
+    backend, target = SUBJECTS[subject]
+    Case("family", dtype, _against_oracle(build, script, tolerance)).check(Bench(backend, target, folder), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "subject"), [("float32", "cuda"), ("bfloat16", "rocm")])
+@pytest.mark.parametrize("name", OPS)
+def test_ops(name: str, dtype: str, subject: str, tmp_path: Path) -> None:
+    _run(OPS[name], "pages16", OP_TOLERANCE, dtype, subject, tmp_path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, tmp_path: Path) -> None:
+    _run(FAMILIES[name], "pages4", MODEL_TOLERANCE, "float32", "cuda", tmp_path)
