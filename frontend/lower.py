@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp, TensorType
+from xdsl.ir import Operation, SSAValue
 
 from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.checkpoint import Checkpoint
@@ -16,8 +17,8 @@ from plait.frontend.families import family
 from plait.frontend.families.decoder import build_decoder
 from plait.frontend.files import some, unreadable
 from plait.frontend.safetensors import ENCODINGS
-from plait.ir import weights
-from plait.ir.ops import LinearOp
+from plait.ir import ops, weights
+from plait.ir.ops import ExpertsOp, LinearOp
 from plait.ir.quant import GGUF, quant_type, quantise_types
 from plait.ir.types import DTYPES, Quant
 from plait.spec import WeightRef
@@ -42,7 +43,7 @@ def lower(
     """
     config, stored = checkpoint.config, checkpoint.weights
     if isinstance(config, DecoderConfig):
-        module = build_decoder(config, family(config.family).names, dtype or checkpoint.dtype)
+        module = build_decoder(config, dtype or checkpoint.dtype)
         quantise_types(module, _said(config, module) if stored is None else _stored(stored, keep_blocks))
     else:
         module = config.build(dtype or checkpoint.dtype)
@@ -66,16 +67,15 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     if not isinstance(config, DecoderConfig):
         return config.unused()
     _check_dtypes(checkpoint, stored, needed)
-    kind = family(config.family)
-    harmless = kind.harmless
+    harmless = family(config.family).harmless
     said = config.quantisation
     if said is not None:
         harmless = {**harmless, **said.harmless}
     reasons: dict[str, str] = {}
     for name in stored.keys() - needed.keys():
-        if config.tied and name == kind.head:
-            _check_tied(stored[kind.embedding], stored[name], read)
-            reasons[name] = f"tied: equal to {kind.embedding}"
+        if config.tied and name == config.head:
+            _check_tied(stored[config.embedding], stored[name], read)
+            reasons[name] = f"tied: equal to {config.embedding}"
         elif reason := next((why for pattern, why in harmless.items() if re.fullmatch(pattern, name)), None):
             reasons[name] = reason
         elif said is not None and name.endswith(".bias") and _is_zero(stored[name]):
@@ -101,17 +101,22 @@ def _stored(stored: Mapping[str, WeightRef], keep_blocks: bool) -> dict[str, Qua
 
 
 def _said(config: DecoderConfig, module: ModuleOp) -> Mapping[str, Quant]:
-    """What a config alone says: every linear but the modules it skips. The dtype of scales is not known; float32 is the
-    largest."""
+    """What a config alone says: every linear and every stack of experts but the modules it skips. The dtype of scales
+    is not known; float32 is the largest."""
     said = config.quantisation
     if said is None:
         return {}
-    linear = {
-        name
-        for name, op in weights(module).items()
-        if any(isinstance(use.operation, LinearOp) and use.index == 1 for use in op.result.uses)
-    }
-    return {name: said.kind() for name in linear if not said.skips(name.removesuffix(".weight"))}
+    made: dict[SSAValue, str] = {op.result: name for name, op in weights(module).items()}
+    matrices = [value for op in ops(module) for value in _matrices(op, said.EXPERTS_ALONE)]
+    names = {made[value] for value in matrices if value in made}
+    return {name: said.kind() for name in names if not said.skips(name.removesuffix(".weight"))}
+
+
+def _matrices(op: Operation, experts_alone: bool) -> tuple[SSAValue, ...]:
+    """The matrices that a quantiser takes from an op."""
+    if isinstance(op, ExpertsOp):
+        return op.stacks
+    return (op.weight,) if isinstance(op, LinearOp) and not experts_alone else ()
 
 
 def _shape(kind: object) -> tuple[int, ...]:
@@ -128,7 +133,7 @@ def _check_missing(
             f"{checkpoint.name} lacks {len(missing)} tensors that its config asks for: {some(missing)}",
             why="a weight without a source would be random",
             hint='if the logits use the embedding, the config says "tie_word_embeddings": true'
-            if isinstance(checkpoint.config, DecoderConfig) and missing == {family(checkpoint.family).head}
+            if isinstance(checkpoint.config, DecoderConfig) and missing == {checkpoint.config.head}
             else "does the config belong to these weights?",
         )
 

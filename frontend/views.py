@@ -17,8 +17,8 @@ class View:
 
     Attributes:
         sources: names of stored tensors; several are stacked, in this order, along a new first dimension.
-        rows: which of their rows; None for all.
-        transposed: a matrix is stored as (in, out).
+        rows: which of their rows, of all matrices of a stack together; None for all.
+        transposed: a matrix is stored as (in, out), unless it is quantised: codes are joined to (out, in).
         matrices: the rows become this many matrices of a stack, (matrices, rows / matrices, columns).
     """
 
@@ -76,10 +76,10 @@ def _made(name: str, refs: list[WeightRef], view: View) -> WeightRef:
 
 
 def _one(name: str, ref: WeightRef, view: View) -> WeightRef:
-    shape = ref.shape
+    shape, transposed = ref.shape, view.transposed and ref.scale is None
     if view.flat:
         shape = (prod(shape),)
-    if view.transposed:
+    if transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
     if view.rows is not None:
         if ref.rows is not None:
@@ -94,9 +94,15 @@ def _one(name: str, ref: WeightRef, view: View) -> WeightRef:
         if len(shape) < 2 or shape[-2] % view.matrices:
             raise _wrong(name, [ref], f"{list(shape)} is no stack of {view.matrices} matrices")
         shape = (view.matrices, shape[-2] // view.matrices, shape[-1])
-    return replace(
-        ref, name=name, shape=shape, rows=view.rows or ref.rows, transposed=view.transposed or ref.transposed
-    )
+    rows = ref.rows if view.rows is None else _each(name, ref, view.rows, prod(shape[:-2]))
+    return replace(ref, name=name, shape=shape, rows=rows, transposed=transposed or ref.transposed)
+
+
+def _each(name: str, ref: WeightRef, rows: Rows, matrices: int) -> Rows:
+    """Rows of all matrices together as those of each one, which is how a weight says it."""
+    if rows.groups % matrices:
+        raise _wrong(name, [ref], f"{rows.groups} runs of rows are no {matrices} matrices")
+    return replace(rows, groups=rows.groups // matrices)
 
 
 def _wrong(name: str, refs: list[WeightRef], why: str) -> CheckpointError:

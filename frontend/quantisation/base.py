@@ -41,6 +41,7 @@ class Quantisation(ABC):
         CODES: what follows a module's name in the name of the tensor that holds its codes.
         STORED: what codes are stored as. A tensor called so and stored otherwise is not quantised.
         WEIGHT: what follows the module's name in the name of the weight they make.
+        EXPERTS_ALONE: only stacks of experts are quantised.
         READ: patterns of tensors that are read when the checkpoint is opened and say nothing more, with the reason.
         skipped: modules that are not quantised: names, with all below them, where `*` is anything, or `re:` and a
             regular expression.
@@ -51,6 +52,7 @@ class Quantisation(ABC):
     CODES: ClassVar[str] = ".weight"
     STORED: ClassVar[tuple[Encoding, ...]]
     WEIGHT: ClassVar[str] = ".weight"
+    EXPERTS_ALONE: ClassVar[bool] = False
     READ: ClassVar[Mapping[str, str]] = {}
 
     skipped: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ class Mxfp4(Quantisation):
     CODES: ClassVar[str] = "_blocks"
     STORED: ClassVar[tuple[Encoding, ...]] = ("u8",)
     WEIGHT: ClassVar[str] = ""
+    EXPERTS_ALONE: ClassVar[bool] = True
 
     def kind(self) -> QuantType:
         return QuantType.get("e2m1", "e8m0", (1, GROUP))

@@ -24,10 +24,11 @@ from plait.frontend.lower import lower, unused_tensors
 from plait.frontend.quantisation import METHODS, join_scales
 from plait.frontend.quantisation.mxfp4 import Mxfp4
 from plait.frontend.safetensors import read_file
+from plait.frontend.views import View, apply
 from plait.ir import weights
 from plait.ir.quant import quant_type
 from plait.ir.types import QuantType
-from plait.spec import parts
+from plait.spec import Piece, Rows, parts
 from tests.checkpoints import edit_config, save
 from tests.host.test_frontend_config import LLAMA, read, refused
 from tests.quantised_checkpoints import FORMATS, e2m1, halves, save_quantised
@@ -447,6 +448,12 @@ def test_experts_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) 
     theirs = convert_moe_packed_tensors(codes, scales, dtype=torch.float32).transpose(1, 2).numpy()
     assert np.array_equal(read_weight(ref, "float32"), theirs)
     assert np.array_equal(read_quantised(ref).values(), theirs)
+    # Gate and up stand row by row. Where they are not quantised, transformers has them as (experts, in, out).
+    for at, side in enumerate(("gate", "up")):
+        view = View((name,), Rows(3 * 5, 2, (Piece(at, 1),)), transposed=True)
+        part = apply(joined, {side: view}, "m")[side]
+        assert np.array_equal(read_weight(part, "float32"), theirs[:, at::2])
+        assert np.array_equal(read_quantised(part).values(), theirs[:, at::2])
     for change in (
         {f"{name}_scales": None},
         {f"{name}_scales": scales[:2].clone()},
