@@ -1,8 +1,9 @@
-"""`plait export`: a slice as MLIR that other tools read."""
+"""`plait export`: a slice as MLIR, or as an ONNX model, that other tools read."""
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,39 +11,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli.compile import default_output
+from plait.cli.export_onnx import export_onnx
 from plait.cli.options import Json, Verbose
 from plait.cli.plan import write_whole
 from plait.errors import ArtifactError, UsageError, VerifyError
 from plait.words import bytes_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from xdsl.dialects.builtin import ModuleOp
 
     from plait.backends.kernels.stateless import Argument
+    from plait.frontend.checkpoint import Checkpoint
+    from plait.spec import WeightRef
 
 NAME = "export"
 
-HELP = """Write a slice as MLIR: torch, linalg, stablehlo or tosa, by torch-mlir.
+HELP = """Write a slice as MLIR (torch, linalg, stablehlo or tosa, by torch-mlir), or as an ONNX model.
 
-One function with fixed shapes for a prefill or a decode step. Weights, the step and KV are its arguments, results and
-KV come out; the first lines of the file name them. Reads no weights: a config.json is enough. Needs plait[import].
+MLIR is one function with fixed shapes for a prefill or a decode step. Weights, the step and KV are its arguments,
+results and KV come out; the first lines of the file name them. Reads no weights: a config.json is enough. Needs
+plait[import].
+
+An ONNX model has any shape, takes and gives KV, and holds the weights, in a second file. Needs plait[onnx].
 
 \b
     plait export smollm2                             # StableHLO of a decode step of the whole model
     plait export smollm2.plait --slice 1 --to linalg --phase prefill --tokens 128
     plait export config.json --to torch --dtype bfloat16 --context 1024 --concurrency 8 -o decode.mlir
+    plait export smollm2.plait --slice 0 --to onnx   # smollm2.0.onnx and smollm2.0.onnx.data
 """
 
 PREFILL_TOKENS = 128
+CONTEXT = 256
 
 
 class Form(StrEnum):
-    """What torch-mlir writes; see `plait.frontend.torch_mlir.FORMS`."""
+    """What torch-mlir writes (see `plait.frontend.torch_mlir.FORMS`), and ONNX."""
 
     TORCH = "torch"
     LINALG = "linalg"
     STABLEHLO = "stablehlo"
     TOSA = "tosa"
+    ONNX = "onnx"
 
 
 class Phase(StrEnum):
@@ -56,7 +68,7 @@ def command(
         typer.Argument(metavar="MODEL", show_default=False, help="A checkpoint, as for plait plan, or an artifact."),
     ],
     form: Annotated[
-        Form, typer.Option("--to", metavar="FORM", help="torch, linalg, stablehlo or tosa.")
+        Form, typer.Option("--to", metavar="FORM", help="torch, linalg, stablehlo, tosa or onnx.")
     ] = Form.STABLEHLO,
     part: Annotated[
         int, typer.Option("--slice", metavar="N", help="The slice of an artifact; a model is slice 0.")
@@ -72,7 +84,7 @@ def command(
     ] = None,
     context: Annotated[
         int, typer.Option("--context", metavar="N", help="Tokens of KV of each request, the new ones counted.")
-    ] = 256,
+    ] = CONTEXT,
     concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", help="Requests in the step.")] = 1,
     dtype: Annotated[
         str | None,
@@ -84,7 +96,9 @@ def command(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.SLICE.PHASE.FORM.mlir here."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Default: NAME.SLICE.PHASE.FORM.mlir here, or NAME.SLICE.onnx."
+        ),
     ] = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -94,10 +108,17 @@ def command(
     from plait.frontend import torch_mlir
 
     screen = Screen(as_json=as_json)
+    if form is Form.ONNX:
+        _no_shape(phase, tokens, context, concurrency)
+        found = _slice(form, model, part, dtype, config)
+        path = output or Path(f"{default_output(model).stem}.{part}.onnx")
+        screen.result(export_onnx(screen, found.module, found.refs, found.root, path, found.title))
+        return
     if phase is Phase.DECODE and tokens not in (None, 1):
         raise UsageError("export-shape", f"a decode step brings one token of each request, not {tokens}")
     torch_mlir.require()
-    module, title = _slice(model, part, dtype, config)
+    found = _slice(form, model, part, dtype, config)
+    module, title = found.module, found.title
     from plait.backends.kernels.stateless import Shape, StatelessSlice
 
     new = 1 if phase is Phase.DECODE else min(PREFILL_TOKENS, context) if tokens is None else tokens
@@ -138,17 +159,35 @@ def command(
     )
 
 
-def _slice(model: Path, part: int, dtype: str | None, config: Path | None) -> tuple[ModuleOp, str]:
-    """The slice's module, and what to call it."""
-    from plait.artifact import MANIFEST, read_artifact
+@dataclass(frozen=True)
+class _Slice:
+    """A slice's module, what to call it, and where its weights lie: None of a config alone."""
+
+    module: ModuleOp
+    title: str
+    refs: Mapping[str, WeightRef] | None
+    root: Path | None
+
+
+def _no_shape(phase: Phase, tokens: int | None, context: int, concurrency: int) -> None:
+    """Raises UsageError where an option says a shape."""
+    given = {"--phase": phase is not Phase.DECODE, "--tokens": tokens is not None}
+    given |= {"--context": context != CONTEXT, "--concurrency": concurrency != 1}
+    for option in (name for name, is_given in given.items() if is_given):
+        raise UsageError("export-shape", f"{option} was given with --to onnx", why="an ONNX model has any shape")
+
+
+def _slice(form: Form, model: Path, part: int, dtype: str | None, config: Path | None) -> _Slice:
+    from plait.artifact import MANIFEST, check_weights, read_artifact
+    from plait.backends.weights import read_weights_json
     from plait.ir import block_count, read_module
     from plait.ir.passes import SLICE_PIPELINE, run_passes
 
     if not (model / MANIFEST).is_file():
-        module, name = _whole(model, dtype, config)
+        module, checkpoint = _whole(model, dtype, config)
         _check_slice(part, 1, model)
         run_passes(module, SLICE_PIPELINE)
-        return module, f"{name}, {block_count(module)} blocks"
+        return _Slice(module, f"{checkpoint.name}, {block_count(module)} blocks", checkpoint.weights, None)
     for option, value in (("--dtype", dtype), ("--config", config)):
         if value is not None:
             raise UsageError("export-artifact", f"{option} was given, and {model} is an artifact, which says it itself")
@@ -160,10 +199,13 @@ def _slice(model: Path, part: int, dtype: str | None, config: Path | None) -> tu
         module = read_module(artifact.folder / folder / "slice.mlir")
     except VerifyError as err:
         raise ArtifactError("slice", f"{folder}/slice.mlir of {model} is no module", why=err.why) from err
-    return module, "{}, blocks {}:{} of {}".format(folder, *slices[part].blocks, artifact.manifest.model)
+    title = "{}, blocks {}:{} of {}".format(folder, *slices[part].blocks, artifact.manifest.model)
+    if form is Form.ONNX:
+        check_weights(artifact)
+    return _Slice(module, title, read_weights_json(artifact.folder / folder / "weights.json"), artifact.weight_root)
 
 
-def _whole(model: Path, dtype: str | None, config: Path | None) -> tuple[ModuleOp, str]:
+def _whole(model: Path, dtype: str | None, config: Path | None) -> tuple[ModuleOp, Checkpoint]:
     from plait.errors import CheckpointError
     from plait.frontend.checkpoint import open_checkpoint
     from plait.frontend.lower import lower
@@ -173,7 +215,7 @@ def _whole(model: Path, dtype: str | None, config: Path | None) -> tuple[ModuleO
         checkpoint = open_checkpoint(model, config)
     except CheckpointError as err:
         raise pulled(err, model) from err.__cause__
-    return lower(checkpoint, dtype, read=False), checkpoint.name
+    return lower(checkpoint, dtype, read=False), checkpoint
 
 
 def _check_slice(part: int, count: int, model: Path) -> None:
@@ -223,7 +265,7 @@ def _next(
     words = ["plait", "export", str(model), "--to", form, "--phase", other]
     for name, value, default in (
         ("--slice", part, 0),
-        ("--context", context, 256),
+        ("--context", context, CONTEXT),
         ("--concurrency", concurrency, 1),
         ("--dtype", dtype, None),
         ("--config", config, None),
