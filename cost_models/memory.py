@@ -30,7 +30,9 @@ _EVERY_GPU, _FP8 = ("i8", "u4"), ("e4m3fn", "e4m3fnuz")
 def keeps_quantised(device: Device, kind: Attribute) -> bool:
     """Whether quantised weights are held as they are stored: 8- and 4-bit integers without a minimum by a GPU, FP8 by
     one that multiplies it. Any other device is taken to dequantise them: that is more."""
-    if device.backend not in ("cuda", "rocm") or not isinstance(kind, QuantType) or kind.minimum_dtype is not None:
+    if device.backend not in ("cuda", "rocm") or not isinstance(kind, QuantType):
+        return False
+    if kind.minimum_dtype is not None or kind.has_outer or kind.is_ordered:
         return False
     return kind.code_name in _EVERY_GPU or (kind.code_name in _FP8 and "fp8" in device.peak_flops_per_s)
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import plait
+from plait.backends.cuda import BACKEND as CUDA
+from plait.backends.kernels.gpu.interpreted import Interpreted
 from tests.checkpoints import random_ids, reference_logits, save
 from tests.quantised_checkpoints import FORMATS, save_quantised
 
@@ -53,3 +55,34 @@ def test_logits_are_those_of_the_dequantised_weights(form: str, device: str, sou
     with plait.open(out, in_process=True) as pipe:
         assert np.abs(pipe.logits(ids) - expected).max() < limit
         assert np.abs(pipe.logits(ids, chunk=7) - expected).max() < limit
+
+
+#: Form -> what an H100's kernels are given: codes as they are stored, or numbers where there is no kernel.
+HELD = {
+    "gptq": {"u4"},
+    "awq": {"u4"},
+    "pack-4": {"u4"},
+    "int8-channel": {"i8"},
+    "gptq-order": set(),
+    "modelopt-fp8": {"e4m3fn"},
+    "nvfp4": set(),
+}
+
+
+@pytest.mark.parametrize(
+    "form", [form if form == "gptq" else pytest.param(form, marks=pytest.mark.slow) for form in HELD]
+)
+def test_kernels_compute_in_the_formats_they_know(
+    form: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of the others are given the numbers that they mean."""
+    monkeypatch.setattr("plait.backends.cuda.BACKEND", Interpreted(CUDA))
+    ids, out = random_ids(9), tmp_path / "m.plait"
+    folder = save_quantised(tmp_path / "q", tmp_path / "wide", source, form)
+    expected = reference_logits(tmp_path / "wide", ids)
+    plait.compile_artifact(folder, "h100", output=out)
+    (slice_,) = out.glob("slices/*")
+    weights = json.loads((slice_ / "launch.json").read_text())["weights"].values()
+    assert {weight["dtype"] for weight in weights if weight["part"] == "codes"} == HELD[form]
+    with plait.open(out, in_process=True) as pipe:
+        assert np.abs(pipe.logits(ids) - expected).max() < 1e-5 * np.abs(expected).max()
