@@ -23,6 +23,7 @@ from plait.frontend.own import OwnModule
 from plait.frontend.quantisation import join_scales
 from plait.frontend.quantisation.modelopt import from_file
 from plait.frontend.views import apply as apply_views
+from plait.frontend.views import with_prefix
 from plait.spec import WeightRef
 
 
@@ -200,7 +201,8 @@ def _checkpoint(
     quantisation = config.quantisation if isinstance(config, DecoderConfig) else None
     weights = None if tensors is None else join_scales(tensors.weights, quantisation, path)
     if weights is not None and isinstance(config, DecoderConfig):
-        weights = apply_views(weights, family(config.family).views(config), str(path))
+        kind = family(config.family)
+        weights = apply_views(with_prefix(weights, kind.prefix), kind.views(config), str(path))
 
     def named(role: str) -> tuple[int, ...]:
         return _named_token(tokenizer_config.get(role), beside("tokenizer.json"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from plait.errors import UnsupportedError
@@ -132,16 +132,56 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Names:
+    """What a family calls its tensors, without `.weight` and `.bias`: those of a block stand behind `block`, in which
+    `{}` is its number. A norm that a family does not have is None.
+
+    Attributes:
+        positions: the table of learned positions.
+        attention_norm, mlp_norm: before attention and before the MLP; with `mlp_norm` None in a parallel block both
+            read the same.
+        after_attention, after_mlp: before what they make is added to the stream.
+        experts: one stack of matrices for each of gate, up and down, behind this.
+    """
+
+    embedding: str = "model.embed_tokens"
+    head: str = "lm_head"
+    positions: str = ""
+    norm: str = "model.norm"
+    block: str = "model.layers.{}."
+    attention_norm: str | None = "input_layernorm"
+    after_attention: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    selection_bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts."
+    shared: str = "mlp.shared_experts."
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder in normal form, whatever the file called things.
 
     Attributes:
         norm: of the blocks and of the end.
+        names: what its tensors are called.
         positions: rows of the table of learned positions; None where there is none.
         tied: the logits use the embedding's table.
         parallel: attention and MLP of a block read the same residual stream.
         embedding_scale, residual_scale, logits_scale: multipliers of the embedded tokens, of what attention and MLP
             add, and of the scores; None for none.
+        rounded_scale: the embedding's multiplier is a tensor of the model's dtype, and rounded to it.
         logits_softcap: None for none.
         dtype: what the config says the weights are: float32, float16 or bfloat16; None where it does not say.
         quantisation: how weights are quantised; None where they are not.
@@ -157,13 +197,25 @@ class DecoderConfig:
     dtype: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    names: Names = field(default=Names(), repr=False)
     positions: int | None = None
     parallel: bool = False
     embedding_scale: float | None = None
+    rounded_scale: bool = False
     residual_scale: float | None = None
     logits_scale: float | None = None
     logits_softcap: float | None = None
     quantisation: Quantisation | None = None
+
+    @property
+    def embedding(self) -> str:
+        """The embedding's table."""
+        return f"{self.names.embedding}.weight"
+
+    @property
+    def head(self) -> str:
+        """The table of the logits, where it is not the embedding's."""
+        return f"{self.names.head}.weight"
 
     @property
     def blocks(self) -> int:
@@ -226,6 +278,9 @@ def read_rotary_dim(reader: ConfigReader, head_dim: int, share: float = 1.0) -> 
         )
     return None if rotary == head_dim else rotary
 
+
+STACKS = ("gate_proj", "up_proj", "down_proj")
+"""What stands behind `Names.experts`."""
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -25,9 +25,10 @@ _WITHOUT_EFFECT = {
     _BOOKKEEPING: """_name_or_path name_or_path transformers_version transformers.js_config is_llama_config
         tokenizer_class torchscript tf_legacy_loss id2label label2id problem_type finetuning_task task_specific_params
         unsloth_fixed unsloth_version""",
-    _TRAINING: """attention_dropout hidden_dropout resid_pdrop initializer_range gradient_checkpointing use_bfloat16
+    _TRAINING: """attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop
+        router_aux_loss_coef router_jitter_noise initializer_range gradient_checkpointing use_bfloat16
         max_sequence_length""",
-    _OUTPUT: "return_dict output_attentions output_hidden_states use_return_dict",
+    _OUTPUT: "return_dict output_router_logits output_attentions output_hidden_states use_return_dict",
     _IMPLEMENTATION: "_attn_implementation attn_implementation _attn_implementation_autoset",
     _GENERATION: """sep_token_id decoder_start_token_id prefix suppress_tokens begin_suppress_tokens forced_bos_token_id
         forced_eos_token_id do_sample temperature top_k top_p typical_p max_length min_length num_beams num_beam_groups
@@ -38,6 +39,7 @@ _WITHOUT_EFFECT = {
     "it splits matrices, which changes the order of sums only": "pretraining_tp",
     "it cuts the batch into chunks that do not see each other": "chunk_size_feed_forward",
     "plait builds decoders only": "is_decoder",
+    "it names code of the model's repository, which plait does not run": "auto_map",
     "plait's batches are ragged and have no padding": "pad_token_id",
 }
 
@@ -116,6 +118,19 @@ class ConfigReader:
     def optional_positive(self, key: str) -> int | None:
         value = self.optional(key, int)
         return None if value is None else self._positive(key, value)
+
+    def positive_number(self, key: str) -> float:
+        value = self.optional_positive_number(key)
+        if value is None:
+            raise self.error("config-key-missing", f"the key {key!r} is missing", hint=f'add "{key}" to the config')
+        return value
+
+    def optional_positive_number(self, key: str) -> float | None:
+        """A number above 0; None where the key is absent or null. Zero is no way to say "off"."""
+        value = self.optional(key, float)
+        if value is not None and value <= 0:
+            raise self.error("config-value", f"{key!r} is {value}, expected a positive number")
+        return value
 
     def flag(self, key: str) -> bool:
         """A switch that is off where absent: every family's own default."""

@@ -18,7 +18,6 @@ from plait.errors import CheckpointError, UnsupportedError, did_you_mean
 from plait.frontend import safetensors
 from plait.frontend.checkpoint import Checkpoint
 from plait.frontend.config import DecoderConfig
-from plait.frontend.families import family
 from plait.frontend.files import read_json, some
 from plait.frontend.lora_config import LoraConfig, read_lora_config
 from plait.ir import weights
@@ -108,7 +107,9 @@ def read_adapters(folders: Sequence[Path], checkpoint: Checkpoint, module: Modul
         return ()
     if not isinstance(checkpoint.config, DecoderConfig):
         raise UnsupportedError(
-            "lora-model", f"{checkpoint.name} takes no adapter", why="a program or a graph keeps its weights as it has them"
+            "lora-model",
+            f"{checkpoint.name} takes no adapter",
+            why="a program or a graph keeps its weights as it has them",
         )
     targets = _targets(checkpoint, module, tied=checkpoint.config.tied)
     adapters = tuple(read_adapter(folder, targets) for folder in folders)
@@ -148,7 +149,8 @@ def read_adapter(folder: Path, targets: Mapping[str, Target]) -> Adapter:
 
 
 def _targets(checkpoint: Checkpoint, module: ModuleOp, *, tied: bool) -> dict[str, Target]:
-    kind = family(checkpoint.family)
+    config = checkpoint.config
+    assert isinstance(config, DecoderConfig)
     stored = checkpoint.weights or {}
     names = {
         (ref.file, ref.offset): name
@@ -161,13 +163,13 @@ def _targets(checkpoint: Checkpoint, module: ModuleOp, *, tied: bool) -> dict[st
     for name, op in weights(module).items():
         shape, ref = tuple(op.result.type.get_shape()), stored.get(name)
         gguf = ref is not None and ref.file.endswith(".gguf")
-        fixed = _TIED if tied and name == kind.embedding else _GGUF_VECTOR if gguf and len(shape) == 1 else ""
+        fixed = _TIED if tied and name == config.embedding else _GGUF_VECTOR if gguf and len(shape) == 1 else ""
         target = Target(shape, name, linear=name in linears, fixed=fixed)
         if ref is not None and (called := names.get((ref.file, ref.offset))) is not None:
             target = replace(target, called=called, rows=ref.rows, transposed=ref.transposed)
         found[name] = target
     if tied:
-        found[kind.head] = replace(found[kind.embedding], called=kind.head)
+        found[config.head] = replace(found[config.embedding], called=config.head)
     return found
 
 

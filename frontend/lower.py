@@ -67,7 +67,8 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     if not isinstance(config, DecoderConfig):
         return config.unused()
     _check_dtypes(checkpoint, stored, needed)
-    harmless = family(config.family).harmless
+    kind = family(config.family)
+    harmless = {**kind.harmless, **kind.unneeded(config)}
     said = config.quantisation
     if said is not None:
         harmless = {**harmless, **said.harmless}

@@ -70,7 +70,13 @@ class RopeFacts:
 
 
 def read_ropes(
-    reader: ConfigReader, kinds: tuple[str, ...], facts: RopeFacts, *, theta_key: str = "rope_theta"
+    reader: ConfigReader,
+    kinds: tuple[str, ...],
+    facts: RopeFacts,
+    *,
+    theta_key: str = "rope_theta",
+    local_theta_key: str | None = None,
+    unscaled_windows: bool = False,
 ) -> tuple[Rope | RopeByContext, ...]:
     """The rotary embedding of each block, from any of the spellings in use.
 
@@ -79,11 +85,19 @@ def read_ropes(
     Args:
         kinds: the attention kind of each block.
         theta_key: the flat key of theta.
+        local_theta_key: the flat key of the theta of blocks with a window, which are never scaled.
+        unscaled_windows: blocks with a window are never scaled by flat parameters.
     """
     theta = reader.optional(theta_key, float)
+    local_theta = None if local_theta_key is None else reader.optional(local_theta_key, float)
     given = _parameters(reader)
     if not given or not all(isinstance(value, dict) for value in given.values()):
-        return (read_rope(reader, given, theta, facts),) * len(kinds)
+        rope = local = read_rope(reader, given, theta, facts)
+        if local_theta is not None or unscaled_windows:
+            local = Rope(_theta(rope) if local_theta is None else local_theta)
+        return tuple(local if kind == "sliding_attention" else rope for kind in kinds)
+    if local_theta is not None:
+        raise reader.error("config-conflict", f"both {local_theta_key} and rope_parameters by layer type are given")
     unknown, missing = set(given) - set(LAYER_TYPES), set(kinds) - set(given)
     if unknown or missing:
         raise reader.error(
@@ -91,6 +105,10 @@ def read_ropes(
         )
     by_kind = {kind: read_rope(reader, given[kind], theta, facts) for kind in given}
     return tuple(by_kind[kind] for kind in kinds)
+
+
+def _theta(rope: Rope | RopeByContext) -> float:
+    return (rope if isinstance(rope, Rope) else rope.short).theta
 
 
 def partial_factor(reader: ConfigReader, default: float = 1.0) -> float:

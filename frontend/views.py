@@ -19,6 +19,8 @@ class View:
         sources: names of stored tensors; several are stacked, in this order, along a new first dimension.
         rows: which of their rows, of all matrices of a stack together; None for all.
         transposed: a matrix is stored as (in, out), unless it is quantised: codes are joined to (out, in).
+        flat: the tensor, of whatever shape, is a vector.
+        vectors: the rows are those of each vector of a matrix (vectors, features).
         matrices: the rows become this many matrices of a stack, (matrices, rows / matrices, columns).
     """
 
@@ -27,17 +29,19 @@ class View:
     transposed: bool = False
     matrices: int | None = None
     flat: bool = False
-    """The tensor, of whatever shape, is a vector."""
-
-
-def whole(name: str) -> View:
-    """A tensor as it is, under another name."""
-    return View((name,))
+    vectors: bool = False
 
 
 def rows_of(name: str, start: int, count: int, of: int) -> View:
     """`count` neighbouring rows of `of`."""
     return View((name,), Rows(1, of, (Piece(start, count),)))
+
+
+def with_prefix(weights: Mapping[str, WeightRef], prefix: str) -> dict[str, WeightRef]:
+    """The weights with a prefix that all of their names lack."""
+    if not prefix or any(name.startswith(prefix) for name in weights):
+        return dict(weights)
+    return {prefix + name: replace(ref, name=prefix + name) for name, ref in weights.items()}
 
 
 def apply(weights: Mapping[str, WeightRef], views: Mapping[str, View], source: str) -> dict[str, WeightRef]:
@@ -75,7 +79,25 @@ def _made(name: str, refs: list[WeightRef], view: View) -> WeightRef:
     return _one(name, refs[0], view)
 
 
+def _vectors(name: str, ref: WeightRef, view: View) -> WeightRef:
+    """A matrix as a stack of its rows, each a vector of its own."""
+    if len(ref.shape) != 2 or ref.scale is not None or ref.nbytes % ref.shape[0]:
+        raise _wrong(name, [ref], "it is no plain matrix")
+    count, size = ref.shape[0], ref.nbytes // ref.shape[0]
+    parts = tuple(
+        _one(
+            f"{ref.name}[{index}]",
+            replace(ref, offset=ref.offset + index * size, nbytes=size, shape=ref.shape[1:]),
+            replace(view, vectors=False),
+        )
+        for index in range(count)
+    )
+    return WeightRef(name, ref.file, 0, 0, ref.encoding, (count, *parts[0].shape), stack=parts)
+
+
 def _one(name: str, ref: WeightRef, view: View) -> WeightRef:
+    if view.vectors:
+        return _vectors(name, ref, view)
     shape, transposed = ref.shape, view.transposed and ref.scale is None
     if view.flat:
         shape = (prod(shape),)

@@ -13,9 +13,30 @@ from plait.frontend.families.base import Family
 from plait.frontend.quantisation import read_quantisation
 
 FAMILIES = {
+    "cohere": "plait.frontend.families.cohere",
+    "cohere2": "plait.frontend.families.cohere2",
+    "deepseek_v2": "plait.frontend.families.deepseek_v2",
+    "deepseek_v3": "plait.frontend.families.deepseek_v3",
+    "falcon": "plait.frontend.families.falcon",
+    "gemma2": "plait.frontend.families.gemma2",
+    "gemma3_text": "plait.frontend.families.gemma3",
+    "gpt2": "plait.frontend.families.gpt2",
+    "gpt_neox": "plait.frontend.families.gpt_neox",
+    "gpt_oss": "plait.frontend.families.gpt_oss",
+    "granite": "plait.frontend.families.granite",
+    "kimi_k2": "plait.frontend.families.deepseek_v3",
     "llama": "plait.frontend.families.llama",
+    "ministral": "plait.frontend.families.ministral",
     "mistral": "plait.frontend.families.mistral",
+    "mixtral": "plait.frontend.families.mixtral",
+    "olmo2": "plait.frontend.families.olmo2",
+    "olmo3": "plait.frontend.families.olmo3",
+    "phi3": "plait.frontend.families.phi3",
     "qwen2": "plait.frontend.families.qwen2",
+    "qwen3": "plait.frontend.families.qwen3",
+    "qwen3_moe": "plait.frontend.families.qwen3_moe",
+    "smollm3": "plait.frontend.families.smollm3",
+    "stablelm": "plait.frontend.families.stablelm",
 }
 """`model_type` -> module with a `FAMILY`."""
 

@@ -9,23 +9,22 @@ from __future__ import annotations
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import SSAValue
 
-from plait.frontend.config import Attention, DecoderConfig, Experts, LatentAttention, Layer, Mlp
-from plait.frontend.families.base import Names
+from plait.frontend.config import STACKS, Attention, DecoderConfig, Experts, LatentAttention, Layer, Mlp, Names
 from plait.frontend.families.latent import latent_attention
 from plait.frontend.families.parts import linear, normed, rounded
 from plait.ir import Builder, Rope
 
 
-def build_decoder(config: DecoderConfig, names: Names, dtype: str) -> ModuleOp:
+def build_decoder(config: DecoderConfig, dtype: str) -> ModuleOp:
     """The module of the whole model in `dtype`."""
-    config = config.at(config.max_positions)
+    config, names = config.at(config.max_positions), config.names
     b = Builder(config.family, dtype)
     x = b.embed(f"{names.embedding}.weight", config.vocab_size, config.hidden_size)
     if config.positions is not None:
         x = b.add(x, b.embed_positions(f"{names.positions}.weight", config.positions, config.hidden_size))
     if config.embedding_scale is not None:
-        # A number of the model's dtype, as a tensor that is multiplied has one: Gemma's normaliser.
-        x = b.scale(x, rounded(config.embedding_scale, dtype))
+        factor = config.embedding_scale
+        x = b.scale(x, rounded(factor, dtype) if config.rounded_scale else factor)
     for index, layer in enumerate(config.layers):
         b.block = index
         x = _block(b, config, names, layer, names.block.format(index), x)
@@ -141,7 +140,3 @@ def _experts(b: Builder, own: Experts, names: Names, prefix: str, x: SSAValue, c
         return made
     parts = (f"{prefix}{names.shared}gate_proj", f"{prefix}{names.shared}up_proj", f"{prefix}{names.shared}down_proj")
     return b.add(made, _dense(b, own.shared, parts, x, config.hidden_size))
-
-
-STACKS = ("gate_proj", "up_proj", "down_proj")
-"""What stands behind `Names.experts`."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plait.errors import UnsupportedError
 from plait.frontend.config import (
+    STACKS,
     AnyRope,
     Attention,
     DecoderConfig,
+    Experts,
     Layer,
     Mlp,
     Norm,
@@ -22,9 +24,12 @@ from plait.frontend.config import (
 )
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.rope import RopeFacts, partial_factor, read_ropes
+from plait.frontend.views import View
 
 MAX_BLOCKS = 65536
 """Far beyond any model: a damaged config must not build ops until memory ends."""
+
+_OWN = {part: part for part in STACKS}
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -50,6 +55,8 @@ def read_attentions(
     sinks: bool = False,
     original_positions: int | None = None,
     theta_key: str = "rope_theta",
+    local_theta_key: str | None = None,
+    unscaled_windows: bool = False,
 ) -> tuple[Attention, ...]:
     """The attention of each block.
 
@@ -58,6 +65,7 @@ def read_attentions(
         scale: None for 1 / sqrt(head_dim).
         partial: the share of a head that turns where the config may say another than 1, and what an absent key means.
         original_positions: the context of the pretraining, where it stands outside the rope parameters.
+        theta_key, local_theta_key, unscaled_windows: as in `read_ropes`.
     """
     hidden_size = reader.positive("hidden_size")
     heads, kv_heads, head_dim = read_heads(reader, hidden_size)
@@ -69,7 +77,14 @@ def read_attentions(
     rotary = read_rotary_dim(reader, head_dim, share)
     kinds = tuple(FULL if window is None else SLIDING for window in windows)
     facts = RopeFacts(rotary or head_dim, reader.positive("max_position_embeddings"), original_positions)
-    ropes: tuple[AnyRope, ...] = read_ropes(reader, kinds, facts, theta_key=theta_key)
+    ropes: tuple[AnyRope, ...] = read_ropes(
+        reader,
+        kinds,
+        facts,
+        theta_key=theta_key,
+        local_theta_key=local_theta_key,
+        unscaled_windows=unscaled_windows,
+    )
     return tuple(
         Attention(
             heads,
@@ -130,3 +145,20 @@ def rms(reader: ConfigReader, *, offset: float | None = None) -> Norm:
 def layers(attentions: Sequence[Attention], mlp: Mlp) -> tuple[Layer, ...]:
     """Blocks with one kind of MLP."""
     return tuple(Layer(attention, mlp) for attention in attentions)
+
+
+def expert_views(config: DecoderConfig, parts: Mapping[str, str] = _OWN) -> dict[str, View]:
+    """Stacks of gate, up and down, whose matrices are stored one by one.
+
+    Args:
+        parts: what a matrix of each stack is called.
+    """
+    views = {}
+    for index, layer in enumerate(config.layers):
+        own = layer.mlp
+        if isinstance(own, Experts):
+            prefix = config.names.block.format(index) + config.names.experts
+            for part, called in parts.items():
+                sources = tuple(f"{prefix}{expert}.{called}.weight" for expert in range(own.count))
+                views[f"{prefix}{part}.weight"] = View(sources)
+    return views

@@ -1,0 +1,36 @@
+"""Command R7B and A: Command R with a window in three blocks of four; those without one have no positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.frontend.config import DecoderConfig, Norm, read_eps
+from plait.frontend.config_reader import ConfigReader
+from plait.frontend.families.base import Family
+from plait.frontend.families.cohere import NAMES, interleaved_views
+from plait.frontend.families.gemma2 import read_windows
+from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model
+
+PATTERN = 4
+
+
+def _read(reader: ConfigReader) -> DecoderConfig:
+    norm, bias = Norm(read_eps(reader, "layer_norm_eps"), "layer"), reader.flag("attention_bias")
+    every = reader.optional_positive("sliding_window_pattern")
+    every = reader.optional_positive("_sliding_window_pattern") or every or PATTERN  # transformers 5 writes it so
+    windows = read_windows(reader, read_blocks(reader), every)
+    attentions = read_attentions(reader, windows, bias=bias, output_bias=bias)
+    turned = [own if own.window is not None else replace(own, rope=None) for own in attentions]
+    return read_model(
+        reader,
+        "cohere2",
+        layers(turned, read_mlp(reader)),
+        norm,
+        tied=True,
+        parallel=True,
+        names=NAMES,
+        logits_scale=reader.positive_number("logit_scale"),
+    )
+
+
+FAMILY = Family("cohere2", ("Cohere2ForCausalLM",), _read, views=interleaved_views)

@@ -1,0 +1,65 @@
+"""Gemma 2: norms before and after attention and MLP whose weights are distances from one, every other block with a
+window, soft caps on scores and logits, and embedded tokens times sqrt(hidden)."""
+
+from __future__ import annotations
+
+from plait.frontend.config import DecoderConfig, Names, read_layer_types
+from plait.frontend.config_reader import ConfigReader
+from plait.frontend.families.base import Family
+from plait.frontend.families.reading import SLIDING, layers, read_attentions, read_blocks, read_mlp, read_model, rms
+
+NAMES = Names(
+    after_attention="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+FIXED: dict[str, tuple[object, ...]] = {"use_bidirectional_attention": (False, None)}
+OFFSET = 1.0
+"""The weight of a norm is its scale minus this."""
+
+
+def read_activation_key(reader: ConfigReader) -> str:
+    """The key that says the activation; where both spellings are there, they must agree."""
+    new, old = reader.optional("hidden_activation", str), reader.optional("hidden_act", str)
+    if new is not None and old is not None and new != old:
+        raise reader.error("config-conflict", f"hidden_activation is {new!r} and hidden_act is {old!r}")
+    return "hidden_act" if new is None else "hidden_activation"
+
+
+def read_windows(reader: ConfigReader, blocks: int, every: int) -> tuple[int | None, ...]:
+    """The window of each block: where `layer_types` says, else of all but each `every`-th."""
+    window, kinds = reader.optional_positive("sliding_window"), read_layer_types(reader, blocks)
+    if window is None:
+        if kinds is not None and SLIDING in kinds:
+            raise reader.error("config-conflict", "'layer_types' ask for a window, and none is given")
+        return (None,) * blocks
+    if kinds is not None:
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+    return tuple(window if (index + 1) % every else None for index in range(blocks))
+
+
+def _read(reader: ConfigReader) -> DecoderConfig:
+    bias, norm = reader.flag("attention_bias"), rms(reader, offset=OFFSET)
+    attentions = read_attentions(
+        reader,
+        read_windows(reader, read_blocks(reader), 2),
+        scale=reader.positive_number("query_pre_attn_scalar") ** -0.5,
+        bias=bias,
+        output_bias=bias,
+        softcap=reader.optional_positive_number("attn_logit_softcapping"),
+    )
+    mlp = read_mlp(reader, key=read_activation_key(reader), known=("gelu_tanh",))
+    return read_model(
+        reader,
+        "gemma2",
+        layers(attentions, mlp),
+        norm,
+        tied=True,
+        names=NAMES,
+        embedding_scale=reader.positive("hidden_size") ** 0.5,
+        rounded_scale=True,
+        logits_softcap=reader.optional_positive_number("final_logit_softcapping"),
+    )
+
+
+FAMILY = Family("gemma2", ("Gemma2ForCausalLM",), _read, fixed=FIXED)

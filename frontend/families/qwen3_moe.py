@@ -1,0 +1,42 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in most blocks."""
+
+from __future__ import annotations
+
+from plait.frontend.config import DecoderConfig, Experts, Layer, QKNorm, read_activation
+from plait.frontend.config_reader import ConfigReader
+from plait.frontend.families.base import Family
+from plait.frontend.families.qwen2 import read_windows
+from plait.frontend.families.reading import expert_views, read_attentions, read_blocks, read_mlp, read_model, rms
+from plait.frontend.views import View
+
+
+def _read(reader: ConfigReader) -> DecoderConfig:
+    bias, norm, blocks = reader.flag("attention_bias"), rms(reader), read_blocks(reader)
+    windows = read_windows(reader, blocks)
+    attentions = read_attentions(reader, windows, bias=bias, output_bias=bias, qk_norm=QKNorm(norm))
+    experts = Experts(
+        # transformers 5 writes the second name.
+        count=reader.optional_positive("num_experts") or reader.positive("num_local_experts"),
+        per_token=reader.positive("num_experts_per_tok"),
+        intermediate_size=reader.positive("moe_intermediate_size"),
+        activation=read_activation(reader),
+        normalise=0.0 if reader.get("norm_topk_prob", bool) else None,
+    )
+    mlp, dense = read_mlp(reader), _dense(reader, blocks)
+    layers = [Layer(own, mlp if index in dense else experts) for index, own in enumerate(attentions)]
+    return read_model(reader, "qwen3_moe", layers, norm)
+
+
+def _dense(reader: ConfigReader, blocks: int) -> set[int]:
+    """Blocks with an MLP: those listed, and all but each `decoder_sparse_step`-th."""
+    listed, step = reader.raw("mlp_only_layers") or [], reader.optional_positive("decoder_sparse_step") or 1
+    if not isinstance(listed, list) or not all(type(index) is int and 0 <= index < blocks for index in listed):
+        raise reader.error("config-value", f"'mlp_only_layers' is {listed!r:.100}, expected numbers of blocks")
+    return {*listed, *(index for index in range(blocks) if (index + 1) % step)}
+
+
+def _views(config: DecoderConfig) -> dict[str, View]:
+    return expert_views(config)
+
+
+FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _read, views=_views)
