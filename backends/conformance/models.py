@@ -11,15 +11,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from xdsl.dialects.builtin import ModuleOp, TensorType
+from xdsl.dialects.builtin import IntegerType, ModuleOp, TensorType
 from xdsl.ir import SSAValue
 
 from plait.backends.quantised import pack_u4, to_blocks
 from plait.backends.weights import weights_json
 from plait.ir import Builder, Rope, print_module, weights
-from plait.ir.numbers import NUMPY, Quantised
+from plait.ir.numbers import BOOKS, NUMPY, Quantised
 from plait.ir.quant import quantise_types
-from plait.ir.types import CODE_MAX, FP8, QuantType
+from plait.ir.types import CODE_MAX, FP8, QuantType, bits
 from plait.spec import WeightRef
 
 VOCABULARY = 61
@@ -96,10 +96,11 @@ def op(make: Make, quantised: Mapping[str, QuantType] | None = None) -> Build:
 
 
 def attention(a: Attention) -> Build:
-    return op(lambda b, rows: {"y": _attend(b, a, lambda name, width: rows(name, width))})
+    return op(lambda b, rows: {"y": attend(b, a, lambda name, width: rows(name, width))})
 
 
-def _attend(b: Builder, a: Attention, project: Callable[[str, int], SSAValue], at: str = "") -> SSAValue:
+def attend(b: Builder, a: Attention, project: Callable[[str, int], SSAValue], at: str = "") -> SSAValue:
+    """The attention of what `project` makes of a name and a width; its sinks are named after `at`."""
     q, k, v = (project(n, h * a.head_dim) for n, h in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads)))
     return b.attention(
         q,
@@ -162,6 +163,10 @@ FORMATS: dict[str, QuantType] = {
     "u4-group": QuantType.get("u4", "float16", (1, 32), zero=8),
     "u4-zeros": QuantType.get("u4", "float16", (1, 16), zero="float16"),
     "u4-min": QuantType.get("u4", "float16", (1, 32), minimum="float16"),
+    "u8-order": QuantType.get("u8", "float16", (1, 16), zero="float16", ordered=True),
+    "e2m1-e8m0": QuantType.get("e2m1", "e8m0", (1, 32)),
+    "e2m1-outer": QuantType.get("e2m1", "e4m3fn", (1, 16), outer=True),
+    "nf4-group": QuantType.get("nf4", "float32", (1, 64)),
 }
 """Formats of weights; a backend may refuse any of them."""
 
@@ -216,7 +221,7 @@ class Model:
             y = b.linear(h, f"{at}.{name}.w", width, f"{at}.{name}.b" if self.bias else None)
             return y if name == "v" else b.rope(y, a.head_dim, ROPES[self.rope])
 
-        x = b.add(x, b.linear(_attend(b, a, project, f"{at}."), f"{at}.o", HIDDEN))
+        x = b.add(x, b.linear(attend(b, a, project, f"{at}."), f"{at}.o", HIDDEN))
         h = b.rms_norm(x, f"{at}.post", 1e-6)
         h = b.silu_mul(b.linear(h, f"{at}.gate", 80), b.linear(h, f"{at}.up", 80))
         return b.add(x, b.linear(h, f"{at}.down", HIDDEN))
@@ -266,27 +271,39 @@ def _random(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     if len(shape) == 1:  # norm scales and biases, around one
         values = 1 + 0.2 * values
     elif shape[0] != VOCABULARY:  # products keep the size of their input
-        values /= np.sqrt(shape[1])
+        values /= np.sqrt(shape[-1])
     return values.astype(np.float32)
 
 
 def _quantised(name: str, shape: tuple[int, ...], kind: QuantType) -> Quantised:
     """Codes over much of their range; scales differ by up to three, and values are as large as `_random`'s."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    dtype, parts = NUMPY[kind.code_name], kind.scale_shape(shape)
-    middle = kind.zero_point or (8 if kind.code_name == "u4" else 0)
-    spread = 4 if kind.code_name == "u4" else 16
-    codes = (
-        np.rint(middle + spread * rng.standard_normal(shape))
-        if kind.code_name in ("i8", "u4")
-        else (spread * rng.standard_normal(shape))
-    )
-    codes = np.clip(codes, 0 if kind.code_name == "u4" else -CODE_MAX[kind.code_name], CODE_MAX[kind.code_name])
-    size = 1.0 if shape[0] == VOCABULARY else shape[1] ** -0.5
+    parts, (middle, spread) = kind.scale_shape(shape), _CODES[kind.code_name]
+    if kind.code_name in BOOKS:
+        codes = rng.integers(0, 16, shape)
+    else:
+        drawn = (kind.zero_point or middle) + spread * rng.standard_normal(shape)
+        largest = CODE_MAX[kind.code_name]
+        whole = np.rint(drawn) if isinstance(kind.code, IntegerType) else drawn
+        codes = np.clip(whole, 0 if middle else -largest, largest)
+    size = 1.0 if shape[0] == VOCABULARY else shape[-1] ** -0.5
+    outer = (0.1 * rng.uniform(0.5, 1.5, shape[:-2])).astype(np.float32) if kind.has_outer else None
+    size = size if outer is None else size * 10
     scale = (size / spread * rng.uniform(0.5, 1.5, parts)).astype(NUMPY[kind.scale_dtype])
-    zero = None if kind.zero_dtype is None else rng.integers(6, 11, parts).astype(NUMPY[kind.zero_dtype])
+    zero = None if kind.zero_dtype is None else (middle + rng.integers(-2, 3, parts)).astype(NUMPY[kind.zero_dtype])
     least = None if kind.minimum_dtype is None else (-8 * scale).astype(NUMPY[kind.minimum_dtype])
-    return Quantised(kind, codes.astype(dtype), scale, zero, least)
+    order = rng.integers(0, parts[-1], (*shape[:-2], shape[-1]), np.int32) if kind.is_ordered else None
+    return Quantised(kind, codes.astype(NUMPY[kind.code_name]), scale, zero, least, outer, order)
+
+
+#: Where codes lie, and how far apart; of those in a book, what their numbers differ by.
+_CODES: dict[str, tuple[int, float]] = {
+    **dict.fromkeys((*FP8, "i8"), (0, 16.0)),
+    "u4": (8, 4.0),
+    "u8": (128, 32.0),
+    "e2m1": (0, 2.9),
+    "nf4": (0, 0.6),
+}
 
 
 def write_slice(
@@ -313,7 +330,10 @@ def _written(file: BinaryIO, name: str, values: NDArray[Any] | Quantised) -> Wei
     kind, shape = values.kind, values.codes.shape
     if kind.minimum_dtype is not None:  # GGUF's way is the only one
         return stored(name, to_blocks(values, "Q4_1"), "Q4_1", shape)
-    codes = pack_u4(values.codes) if kind.code_name == "u4" else values.codes
+    codes = pack_u4(values.codes) if bits(kind.code) == 4 else values.codes
     scale = stored(f"{name}.scale", values.scale, kind.scale_dtype)
     zero = kind.zero_point if values.zero is None else stored(f"{name}.zero", values.zero, str(kind.zero_dtype))
-    return replace(stored(name, codes, kind.code_name, shape), scale=scale, block=kind.block, zero=zero)
+    outer = None if values.outer is None else stored(f"{name}.outer", values.outer.reshape(-1), "float32")
+    order = None if values.order is None else stored(f"{name}.order", values.order, "i32")
+    own = stored(name, codes, kind.code_name, shape)
+    return replace(own, scale=scale, block=kind.block, zero=zero, outer=outer, group_of=order)

@@ -17,9 +17,11 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
 from xdsl.ir import Attribute
 
 from plait.backends.base import TOKENS, Backend, Batch, CompileOptions, Executable, LoadOptions
+from plait.backends.conformance import families
 from plait.backends.conformance.models import (
     ATTENTIONS,
     DEEP,
+    HIDDEN,
     KV_FP8,
     KV_MODELS,
     MODELS,
@@ -42,7 +44,7 @@ from plait.ir.ops import BatchFacts, WeightOp
 from plait.ir.oracle import Oracle
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from plait.ir.types import DTYPES as KINDS
-from plait.ir.types import FP8
+from plait.ir.types import FP8, dtype_name
 from plait.spec import kv_class
 
 Array = NDArray[Any]
@@ -144,13 +146,13 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
             yield f"attention-{name}-{script}", _against_oracle(attention(attributes), script, OP_TOLERANCE)
     for name, model in MODELS.items():
         yield f"model-{name}", _against_oracle(model, "pages4", MODEL_TOLERANCE)
-    for name, build in QUANTISED.items():
+    for name, build in (QUANTISED | families.QUANTISED).items():
         tolerance = MODEL_TOLERANCE if name.startswith("model") else OP_TOLERANCE
         yield f"quantised-{name}", _or_refused(build, _against_oracle(build, "pages4", tolerance))
-    for name, attributes in KV_FP8.items():
-        build = attention(attributes)
+    for name, build in _kv_fp8().items():
         yield f"kv-{name}", _or_refused(build, _against_oracle(build, "pages4", OP_TOLERANCE))
         yield f"kv-{name}-codes", _or_refused(build, partial(_codes, build))
+    yield from _family_checks(dtype)
     yield "refuses-unknown-attribute", _refuses_unknown_attribute
     yield "slices-equal", _slices_equal
     yield "greedy", _greedy
@@ -172,12 +174,42 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
         yield f"kv-pages-{name}", _or_refused(model, partial(check, model))
 
 
+def _family_checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
+    """What a backend need not have."""
+    for name, build in families.OPS.items():
+        yield f"op-{name}", _or_refused(build, _against_oracle(build, "pages16", OP_TOLERANCE))
+    for name in families.TURNS:
+        build = families.OPS[f"rope-{name}"]
+        yield f"op-rope-{name}-long", _or_refused(build, _against_oracle(build, "long", OP_TOLERANCE))
+    for name, build in families.LATENTS.items():
+        for script in ("pages4", "pages16"):
+            check = _against_oracle(build, script, OP_TOLERANCE)
+            yield f"attention-latent-{name}-{script}", _or_refused(build, check)
+    for name in ("softmax-bias-normalised", "sigmoid-selection", "groups-max", "groups-top2"):
+        build = families.OPS[f"router-{name}"]
+        yield f"op-router-{name}-ties", _or_refused(build, partial(_router_ties, build))
+    if dtype != "float32":  # of close experts another may be chosen, once a result before is rounded otherwise
+        return
+    for name, build in families.MODELS.items():
+        yield f"model-{name}", _or_refused(build, _against_oracle(build, "pages4", MODEL_TOLERANCE))
+    latent = families.MODELS["latent"]
+    yield "model-latent-long", _or_refused(latent, _against_oracle(latent, "long", MODEL_TOLERANCE))
+    yield "pages-move-latent", _or_refused(latent, partial(_pages_move, latent))
+    yield "pages-hold-what-others-left-latent", _or_refused(latent, partial(_dirty_pages, latent))
+
+
+def _kv_fp8() -> dict[str, Build]:
+    plain = {name: attention(attributes) for name, attributes in KV_FP8.items()}
+    return {**plain, **{f"latent-{name}": build for name, build in families.KV_FP8.items()}}
+
+
 def _against_oracle(
     build: Build, script: str, tolerance: Mapping[str, float], fuse: bool = True
 ) -> Callable[[Bench, str], None]:
     def check(bench: Bench, dtype: str) -> None:
         module = build(dtype)
         oracle = _Reference(module, SCRIPTS[script])
+        dtypes = _output_dtypes(module)
         if fuse:
             run_passes(module, SLICE_PIPELINE)
         with closing(bench.load(module, oracle.player)) as executable:
@@ -186,8 +218,8 @@ def _against_oracle(
                 got = executable.step(batch, {})
                 assert set(got) == set(want), f"outputs are {sorted(got)}, not {sorted(want)}"
                 for name, expected in want.items():
-                    wide = "float32" if name == "logits" else dtype
-                    assert got[name].dtype == DTYPES[wide], f"{name} is {got[name].dtype}, not {wide}"
+                    made = got[name].dtype
+                    assert made == DTYPES[dtypes[name]], f"{name} is {made}, not {dtypes[name]}"
                     bench.close_enough(f"{name} of step {index}", got[name], expected, tolerance[dtype])
 
     return check
@@ -206,6 +238,11 @@ def _or_refused(build: Build, check: Callable[[Bench, str], None]) -> Callable[[
             check(bench, dtype)
 
     return either
+
+
+def _output_dtypes(module: ModuleOp) -> dict[str, str]:
+    kinds = {name: value.type for name, value in signature(module).outputs.items()}
+    return {name: dtype_name(kind.element_type) for name, kind in kinds.items() if isinstance(kind, TensorType)}
 
 
 class _Reference:
@@ -281,7 +318,10 @@ def _codes(build: Build, bench: Bench, dtype: str) -> None:
     """Pages of FP8 hold what the IR says, bit by bit, and are read as that, values that are too large among them."""
     module, script = build(dtype), SCRIPTS["pages4"]
     tensors = cast(dict[str, NDArray[np.float32]], random_weights(module))
-    tensors["v"] *= 300
+    large, small = ("v", ()) if "v" in tensors else ("latent", ("q_latent",))
+    tensors[large] *= 300
+    for name in small:  # keys are as large: scores would be of a size that leaves them no digits
+        tensors[name] /= 300
     oracle = _Reference(module, script, tensors)
     run_passes(module, SLICE_PIPELINE)
     with closing(bench.load(module, oracle.player, tensors=tensors)) as executable:
@@ -292,12 +332,33 @@ def _codes(build: Build, bench: Bench, dtype: str) -> None:
         owner, last = np.repeat(np.arange(batch.sequence_count), np.diff(batch.query_starts)), batch.positions
         pages = batch.page_tables[kv_class(layout.window)][owner, last // script.page_tokens]
         stored = executable.export_pages(0, pages)
-    for name, side in zip("kv", stored, strict=True):
-        table = round_to(tensors[name].astype(np.float64), KINDS[dtype])
-        rows = saturate(table[batch.tokens], FP8[layout.dtype]).reshape(-1, *side.shape[2:])
+    parts = (("k",), ("v",)) if layout.values is None else (("latent", "k_rope"), ())
+    for names, side in zip(parts, stored, strict=True):
+        table = np.concatenate([np.zeros((VOCABULARY, 0)), *(tensors[name].astype(np.float64) for name in names)], 1)
+        rows = saturate(round_to(table[batch.tokens], KINDS[dtype]), FP8[layout.dtype])
+        rows = rows.reshape(len(pages), *side.shape[2:])
         assert side.dtype == NUMPY[layout.dtype], f"exported pages are {side.dtype}, not {layout.dtype}"
         own = side[np.arange(len(pages)), last % script.page_tokens].astype(np.float64)
-        assert bench.shapes_only or np.array_equal(own, rows), f"{name} is stored as {own}, not as {rows}"
+        assert bench.shapes_only or np.array_equal(own, rows), f"{names} is stored as {own}, not as {rows}"
+
+
+def _router_ties(build: Build, bench: Bench, dtype: str) -> None:
+    """Of experts that score the same the first are chosen: scores are sums of few binary digits, exact in any order."""
+    module, rng = build(dtype), np.random.default_rng(5)
+    tensors = cast(dict[str, NDArray[np.float32]], random_weights(module))
+    half = rng.integers(-2, 3, (len(tensors["w"]) // 2, HIDDEN)) / 8
+    tensors["w"] = np.concatenate((half, half)).astype(np.float32)
+    tensors["x"] = rng.integers(-1, 2, tensors["x"].shape).astype(np.float32)
+    tensors["x"][::5] = 0
+    oracle = _Reference(module, SCRIPTS["pages4"], tensors)
+    run_passes(module, SLICE_PIPELINE)
+    with closing(bench.load(module, oracle.player, tensors=tensors)) as executable:
+        for index, turn in enumerate(oracle.player.script.turns):
+            batch, want = oracle.step(turn)
+            got = executable.step(batch, {})["y"]
+            same = bench.shapes_only or np.array_equal(got != 0, want["y"] != 0)
+            assert same, f"step {index} chooses other experts than the first of equals"
+            bench.close_enough(f"y of step {index}", got, want["y"], OP_TOLERANCE[dtype])
 
 
 def _pages_move(build: Build, bench: Bench, dtype: str) -> None:
@@ -317,8 +378,9 @@ def _pages_move(build: Build, bench: Bench, dtype: str) -> None:
         batch = player.batches(after)[0]
         want = source.step(batch, {})["logits"]
     for layout, (k, v) in zip(source.kv_layouts, moved, strict=True):
-        shape = (len(old), script.page_tokens, layout.kv_heads, layout.head_dim)
-        assert k.shape == v.shape == shape, f"exported pages are {k.shape}, not {shape}"
+        for side, width in ((k, layout.head_dim), (v, layout.v_head_dim)):
+            shape = (len(old), script.page_tokens, layout.kv_heads, width)
+            assert side.shape == shape, f"exported pages are {side.shape}, not {shape}"
         assert k.dtype == v.dtype == NUMPY[layout.dtype], f"exported pages are {k.dtype}, not {layout.dtype}"
     with closing(bench.load(module, player, "to")) as sink:
         table = batch.page_tables["full"].copy()
@@ -344,7 +406,7 @@ def _dirty_pages(build: Build, bench: Bench, dtype: str) -> None:
             pages = np.arange(oracle.player.pages[name], dtype=np.int32)
             shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
             rubbish = np.full(shape, np.inf, np.float32).astype(NUMPY[layout.dtype])
-            executable.import_pages(layer, pages, rubbish, rubbish)
+            executable.import_pages(layer, pages, rubbish, rubbish[..., : layout.v_head_dim].copy())
         for turn in oracle.player.script.turns:
             batch, want = oracle.step(turn)
             got = executable.step(batch, {})["logits"]
