@@ -64,6 +64,12 @@ class Checkpoint:
         """The checkpoint for sequences up to `context` tokens, where its ropes depend on that; see `RopeByContext`."""
         return replace(self, config=self.config.at(context)) if isinstance(self.config, DecoderConfig) else self
 
+    def notes(self, context: int) -> tuple[str, ...]:
+        """What a plan for sequences up to `context` tokens says about the model."""
+        if isinstance(self.config, DecoderConfig):
+            return tuple(rope.note(context) for rope in self.config.context_choices)
+        return (self.config.note,) if self.config.note else ()
+
     @property
     def chat_template(self) -> str | None:
         template = self.tokenizer_config.get("chat_template")

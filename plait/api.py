@@ -265,7 +265,6 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     from plait.backends.base import CompileOptions
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
-    from plait.frontend.config import DecoderConfig
     from plait.frontend.exported import ProgramConfig
     from plait.frontend.lora import read_adapters
     from plait.frontend.lower import lower
@@ -279,7 +278,9 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         checkpoint = open_checkpoint(asked.model, asked.config)
     except CheckpointError as err:
         raise pulled(err, asked.model) from err.__cause__
-    note = None if isinstance(checkpoint.config, DecoderConfig) else checkpoint.config.note
+    workload = asked.workload if asked.workload_asked else _within(asked.workload, checkpoint.max_positions)
+    notes = checkpoint.notes(workload.context_tokens)
+    checkpoint = checkpoint.at(workload.context_tokens)
     check_backends = check_backends or isinstance(checkpoint.config, ProgramConfig)  # most of them refuse it
     progress("lower", 0, 1)
     module = lower(checkpoint, asked.dtype, read=check_backends)
@@ -295,7 +296,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     problem = Problem(
         profile=profiles[id(module)],
         cluster=asked.cluster,
-        workload=asked.workload if asked.workload_asked else _within(asked.workload, checkpoint.max_positions),
+        workload=workload,
         objective=asked.objective,
         max_step_tokens=CompileOptions().max_step_tokens,
         layers=asked.layers,
@@ -311,7 +312,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         slices.append(replace(item, quantize=kind, group_size=group_size))
         if kind is not None:
             quantise_blocks(module, *item.blocks, kind, group_size)
-    notes = (*((note,) if note else ()), *(_merged_note(adapter, checkpoint) for adapter in adapters))
+    notes = (*notes, *(_merged_note(adapter, checkpoint) for adapter in adapters))
     plan = replace(plan, slices=tuple(slices), notes=notes or None, kv_dtype=asked.kv_dtype)
     return Planned(checkpoint, module, plan, adapters)
 
