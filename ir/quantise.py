@@ -8,7 +8,7 @@ tried too: they cut off the largest numbers and round all others more finely.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -17,7 +17,7 @@ from xdsl.dialects.builtin import ModuleOp, TensorType
 
 from plait.errors import UnsupportedError
 from plait.ir.module import ops
-from plait.ir.numbers import NUMPY, dequantise
+from plait.ir.numbers import NUMPY
 from plait.ir.ops import LinearOp, WeightOp
 from plait.ir.quant import quantise_types
 from plait.ir.types import CODE_MAX, QuantType
@@ -108,32 +108,47 @@ def quantise(values: Array, kind: QuantType, importance: Array | None = None) ->
     full = np.maximum(groups.max(axis=2) / most, groups.min(axis=2) / least)
     scale = np.where(full > 0, np.maximum(full, _SMALLEST), np.float32(1))
     if importance is not None:
-        scale = _searched(groups, scale, (least, most), code, importance.reshape(1, -1, size))
-    rounded = _rounded(groups, scale, (least, most), code)
+        # As parts of the largest one: what is compared stays far from the ends of float32.
+        parts = (importance / (importance.max() or 1.0)).astype(np.float32)
+        scale = _searched(groups, scale, (least, most), code, parts.reshape(-1, size))
+    rounded = _rounded(groups / scale[..., None], (least, most), code)
     codes = (rounded + np.float32(zero)).astype(NUMPY[code])
     return codes.reshape(rows, columns), scale
 
 
-def _rounded(groups: Array, scale: Array, limits: tuple[Any, Any], code: str) -> Array:
-    """The nearest codes in float32, counted from the zero."""
-    ratio = np.clip(groups / scale[..., None], *limits)
-    return np.rint(ratio) if code in ("i8", "u4") else ratio.astype(NUMPY[code]).astype(np.float32)
+def _rounded(ratio: Array, limits: tuple[Any, Any], code: str) -> Array:
+    """The nearest codes, counted from the zero, in the place of `ratio` (float32)."""
+    np.clip(ratio, *limits, out=ratio)
+    return np.rint(ratio, out=ratio) if code in ("i8", "u4") else _nearest_e4m3(ratio)
+
+
+def _nearest_e4m3(x: Array) -> Array:
+    """float32 within +-448 to the nearest e4m3fn, of two the even one: 3 bits of the mantissa are kept, and below 2^-6
+    multiples of 2^-9. As a cast by ml_dtypes, in a tenth of its time."""
+    bits = x.view(np.uint32)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).view(np.float32)
+    return np.where(np.abs(x) < 2.0**-6, np.rint(x * np.float32(512)) / np.float32(512), normal)
 
 
 def _searched(groups: Array, scale: Array, limits: tuple[Any, Any], code: str, importance: Array) -> Array:
-    best, least = scale, np.full(scale.shape, np.inf)
+    best, least = scale.copy(), np.full(scale.shape, np.inf, np.float32)
     for ratio in RATIOS:
         tried = np.maximum(scale * ratio, _SMALLEST)
-        error = _rounded(groups, tried, limits, code) * tried[..., None] - groups
-        cost = np.einsum("rgk,rgk,xgk->rg", error, error, importance)
+        error = _rounded(groups / tried[..., None], limits, code)
+        error *= tried[..., None]
+        error -= groups
+        with np.errstate(over="ignore"):
+            np.square(error, out=error)
+        cost = np.einsum("rgk,gk->rg", error, importance)
         better = cost < least
-        best, least = np.where(better, tried, best), np.where(better, cost, least)
-    return np.asarray(best)
+        np.copyto(best, tried, where=better)
+        np.copyto(least, cost, where=better)
+    return best
 
 
-@dataclass
+@dataclass(frozen=True)
 class QuantError:
-    """How far a weight is from what it was, gathered part by part.
+    """How far a weight is from what it was.
 
     Attributes:
         squared, total: sums of squares of the error and of the weight.
@@ -150,19 +165,28 @@ class QuantError:
     weighted_total: float = 0.0
     rounded: float = 0.0
 
-    def add(self, values: Array, kind: QuantType, codes: Array, scale: Array, importance: Array | None) -> None:
-        """Count rows (float32) that became these codes and scales."""
-        wide = values.astype(np.float64)
-        error = dequantise(kind, codes, scale) - wide
-        self.squared += float(np.square(error).sum())
-        self.total += float(np.square(wide).sum())
-        self.worst = max(self.worst, float(np.abs(error).max()))
-        self.largest = max(self.largest, float(np.abs(wide).max()))
-        if importance is not None:
-            plain = dequantise(kind, *quantise(values, kind)) - wide
-            self.weighted += float((np.square(error) @ importance).sum())
-            self.rounded += float((np.square(plain) @ importance).sum())
-            self.weighted_total += float((np.square(wide) @ importance).sum())
+    @staticmethod
+    def of(values: Array, kind: QuantType, codes: Array, scale: Array, importance: Array | None = None) -> QuantError:
+        """Of rows (float32) that became these codes and scales."""
+        error = np.square(_values(kind, codes, scale) - values, dtype=np.float64)
+        wide = np.square(values, dtype=np.float64)
+        found = QuantError(
+            squared=float(error.sum()),
+            total=float(wide.sum()),
+            worst=float(np.sqrt(error.max())),
+            largest=float(np.abs(values).max()),
+        )
+        if importance is None:
+            return found
+        plain = np.square(_values(kind, *quantise(values, kind)) - values, dtype=np.float64)
+        weighted, rounded, total = (float(part.sum(axis=0) @ importance) for part in (error, plain, wide))
+        return replace(found, weighted=weighted, rounded=rounded, weighted_total=total)
+
+    def __add__(self, other: QuantError) -> QuantError:
+        """Of both parts together."""
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in ("worst", "largest")}
+        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
+        return QuantError(**(sums | most))
 
     def numbers(self) -> dict[str, float]:
         """`rms`: of the error relative to that of the weight; `worst`: the largest error relative to the largest value;
@@ -173,6 +197,14 @@ class QuantError:
             found["output"] = _root(self.weighted, self.weighted_total)
             found["output_rounded"] = _root(self.rounded, self.weighted_total)
         return found
+
+
+def _values(kind: QuantType, codes: Array, scale: Array) -> Array:
+    """What codes mean, in float32."""
+    groups = codes.astype(np.float32).reshape(*scale.shape, -1)
+    groups -= np.float32(kind.zero_point or 0)
+    groups *= scale[..., None]
+    return groups.reshape(codes.shape)
 
 
 def _root(part: float, whole: float) -> float:

@@ -134,7 +134,7 @@ def _tap(block: ModuleOp) -> dict[str, list[str]]:
     returned = function.body.block.last_op
     assert returned is not None
     Rewriter.replace_op(returned, ReturnOp(*outputs.values()), [])
-    function.update_function_type()
+    function.update_function_type()  # type: ignore[no-untyped-call]
     function.res_attrs = ArrayAttr(name_list(list(outputs)).data)
     verify(block)
     return {name: readers[value] for name, value in names.items()}

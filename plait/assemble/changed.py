@@ -6,7 +6,9 @@ One is read, changed and written after the other, so the memory taken is that of
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,7 +38,7 @@ FILE = "changed.safetensors"
 _STORED = {encoding: (name, size) for name, (encoding, size) in ENCODINGS.items()} | {"i8": ("I8", 1), "u4": ("U8", 1)}
 """Encoding -> safetensors dtype and bytes of one element. 4-bit codes stand two in a byte."""
 
-_PART_ELEMENTS = 1 << 20
+_PART_ELEMENTS = 1 << 17
 """Rows that are worked on at a time have so many elements, or one row more."""
 
 
@@ -202,14 +204,21 @@ def _write_values(out: BinaryIO, values: Array, name: str, dtype: str) -> None:
 
 
 def _write_codes(out: BinaryIO, values: Array, kind: QuantType, importance: Array | None) -> QuantError:
-    error, scales = QuantError(), []
-    for rows in _row_parts(values):
+    """Codes, then scales. Parts are worked on by as many threads as there are cores, and written in their order."""
+
+    def part(rows: slice) -> tuple[Array, Array, QuantError]:
         codes, scale = quantise(values[rows], kind, importance)
-        error.add(values[rows], kind, codes, scale, importance)
-        out.write((pack_u4(codes) if kind.code_name == "u4" else codes).tobytes())
-        scales.append(scale)
+        error = QuantError.of(values[rows], kind, codes, scale, importance)
+        return pack_u4(codes) if kind.code_name == "u4" else codes, scale, error
+
+    total, scales = QuantError(), []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for codes, scale, error in pool.map(part, _row_parts(values)):
+            out.write(codes.tobytes())
+            scales.append(scale)
+            total += error
     out.writelines(scale.tobytes() for scale in scales)
-    return error
+    return total
 
 
 def _row_parts(values: Array) -> Iterator[slice]:
