@@ -137,7 +137,7 @@ def read_lora_config(data: dict[str, Any], source: str) -> LoraConfig:
         ranks=_pattern(reader, "rank_pattern", int),
         alphas=_pattern(reader, "alpha_pattern", float),
     )
-    if not reader.has("peft_type"):
+    if reader.peek("peft_type") is None:
         raise reader.error("config-key-missing", "the key 'peft_type' is missing", hint="is it an adapter of PEFT?")
     reader.finish()
     return found
