@@ -131,14 +131,15 @@ def _multiply(
     if not x_scales:
         given["bias"] = (dtype, bias.astype(NUMPY_TYPES[dtype]))
     constants: dict[str, Constant] = {
-        "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_K": even_k(k), "X_GROUP": 0, **matrix.constants
-    }  # fmt: skip
+        **{"HAS_BIAS": True, "HAS_RESIDUAL": True, "ACTIVATION": "none", "EVEN_K": even_k(k), "X_GROUP": 0},
+        **matrix.constants,
+    }
     strides = {"x_stride": k + 16, "residual_stride": n + 16, "out_stride": n + 16}
 
     def launch(variant: Variant) -> NDArray[Any]:
         out = np.full((rows, n + 16), np.nan, NUMPY_TYPES[out_dtype])
         pointers = {key: array for key, (_, array) in given.items()} | {"out": out}
-        kernels.run(kernel, variant, pointers, {"rows": rows, "N": n, "K": k, **strides})
+        kernels.run(kernel, variant, pointers, {"rows": rows, "N": n, "K": k, **strides, "factor": 1.0})
         assert np.isnan(out[:, n:].astype(np.float32)).all(), "wrote beside the rows"
         return out[:, :n]
 

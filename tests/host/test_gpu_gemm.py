@@ -59,9 +59,16 @@ class Run:
     """One launch: x is strided, and so are the residual and out, in which nothing beside the rows may change."""
 
     def __init__(
-        self, rng: np.random.Generator, dtype: str, sizes: Sizes, *, bias: bool = False, residual: bool = False
+        self,
+        rng: np.random.Generator,
+        dtype: str,
+        sizes: Sizes,
+        *,
+        bias: bool = False,
+        residual: bool = False,
+        factor: float = 1.0,
     ) -> None:
-        self.dtype, self.sizes = dtype, sizes
+        self.dtype, self.sizes, self.factor = dtype, sizes, factor
         self.x = array(rng, sizes.rows, sizes.k, dtype, spare=16)
         self.bias = array(rng, 1, sizes.n, dtype)[0] if bias else None
         self.residual = array(rng, sizes.rows, sizes.n, dtype, spare=7) if residual else None
@@ -87,6 +94,7 @@ class Run:
         given: dict[str, Constant] = {
             "HAS_BIAS": self.bias is not None,
             "HAS_RESIDUAL": self.residual is not None,
+            "ACTIVATION": "none",
             "EVEN_K": even_k(sizes.k),
             **constants,
         }
@@ -97,6 +105,7 @@ class Run:
             "x_stride": _stride(pointers["x"][1]),
             "residual_stride": _stride(self.residual),
             "out_stride": sizes.n + 9,
+            "factor": self.factor,
         }
         variant = Variant(
             name,
@@ -224,6 +233,39 @@ def test_gemm_gated(rng: np.random.Generator, dtype: str, activation: str, bias:
     allowed = 1.2 * lost[:, :40] * np.abs(up) + lost[:, 40:] * np.abs(gate) + 2.0**-20 * np.abs(gate * up)
     expected = _act(activation, gate) * up
     assert (np.abs(f64(got) - expected) <= 1.01 * HALF_ULP[dtype] * np.abs(expected) + allowed).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["scale", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("name", "bias"), [("gemm", True), ("gemm", False), ("gemm_int8", True), ("gemm_int4", True),
+                                            ("gemm_fp8", True)])  # fmt: skip
+def test_an_activation_stands_between_bias_and_residual(
+    rng: np.random.Generator, dtype: str, activation: str, name: str, bias: bool
+) -> None:
+    launch = Run(rng, dtype, Sizes(19, 40, 96), bias=bias, residual=True, factor=-0.3)
+    w = rng.integers(-7, 8, (40, 96)).astype(np.float64)
+    scale = np.full((40, 1), 0.03125, np.float32)
+    codes = w.astype(np.int8) + np.int8(8)
+    pointers: dict[str, dict[str, tuple[str, NDArray[Any] | None]]] = {
+        "gemm": {"w": (dtype, (w * 0.03125).astype(NUMPY_TYPES[dtype]))},
+        "gemm_int8": {"w": ("i8", w.astype(np.int8)), "scales": ("fp32", scale), "zeros": ("fp32", None)},
+        "gemm_int4": {
+            "w": ("i8", codes[:, ::2] | codes[:, 1::2] << 4),
+            "scales": ("fp32", scale),
+            "zeros": ("fp32", None),
+        },
+        "gemm_fp8": {"w": ("fp8e4nv", w.astype(NUMPY_TYPES["fp8e4nv"])), "scale": ("fp32", scale)},
+    }
+    constants = {"ACTIVATION": activation, "GROUP": 0, "HAS_ZEROS": False, "SCALE_N": 1, "SCALE_K": 0}
+    got = launch.go(name, pointers[name], constants, {**SMALL, "BLOCK_N": 256} if name == "gemm" else None)
+
+    w = w * 0.03125
+    made = f64(launch.x) @ w.T + (0.0 if launch.bias is None else f64(launch.bias))
+    expected = made * -0.3 if activation == "scale" else _act(activation, made)
+    assert launch.residual is not None
+    # The slope of an activation is less than 1.2, and it is good to a few units in float32.
+    magnitude = 1.2 * (np.abs(f64(launch.x)) @ np.abs(w).T + 4) + np.abs(f64(launch.residual))
+    close(got, expected + f64(launch.residual), magnitude, 96 + 16)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

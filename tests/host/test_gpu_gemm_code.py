@@ -58,7 +58,7 @@ def types(kernel: Kernel, arch: Arch, x: str = "bf16") -> dict[str, str]:
 
 def job(name: str, arch: str, tile: Tile, x: str = "bf16", **constants: Constant) -> Job:
     kernel = BY_NAME[name]
-    rest: dict[str, Constant] = {"HAS_BIAS": False, "HAS_RESIDUAL": False, "EVEN_K": 256}
+    rest: dict[str, Constant] = {"HAS_BIAS": False, "HAS_RESIDUAL": False, "ACTIVATION": "none", "EVEN_K": 256}
     given = {**rest, **CONSTANTS[name], **constants}
     variant = Variant(
         name,

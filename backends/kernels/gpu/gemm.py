@@ -1,12 +1,14 @@
 """The matrix products: what each kernel takes. The code is in `sources/gemm.py` and `sources/gemm_quant.py`.
 
-All compute out = x w^T (+ bias) (+ residual), summed in float32 and rounded once at the store. x is (rows, K) with row
-stride `x_stride`, w is (N, K) row-major without padding, out is (rows, N) with row stride `out_stride`; strides are in
-elements. Bias has N values in x's type. out may be wider than x (logits).
+All compute out = act(x w^T (+ bias)) (+ residual), summed in float32 and rounded once at the store. x is (rows, K) with
+row stride `x_stride`, w is (N, K) row-major without padding, out is (rows, N) with row stride `out_stride`; strides are
+in elements. Bias has N values in x's type. out may be wider than x (logits).
 
 Words in the expressions: `<pointer>_bytes` is the size of one element of that pointer in bytes.
 
 Constants:
+    ACTIVATION: what is done to the sum: none; scale: it is multiplied by `factor`; gelu or gelu_tanh. Of `gemm_gated`
+        what is done to the gate: silu, gelu or gelu_tanh.
     EVEN_K: the largest power of two that divides K, at most 256 (`even_k`): where BLOCK_K is no more, the loop over K
         needs no mask. Any smaller power of two is right too, and slower.
     GROUP: how many values along K share a scale; a power of two from 16, or 0: one scale per row of w.
@@ -40,8 +42,9 @@ _SCALARS: dict[str, Literal["i32", "f32"]] = {
     "x_stride": "i32",
     "residual_stride": "i32",
     "out_stride": "i32",
+    "factor": "f32",
 }
-_GATED_SCALARS = {name: kind for name, kind in _SCALARS.items() if name != "residual_stride"}
+_GATED_SCALARS = {name: kind for name, kind in _SCALARS.items() if name not in ("residual_stride", "factor")}
 _GRID = ("cdiv(rows, BLOCK_M) * cdiv(N, BLOCK_N)", "1", "1")
 _FLOPS = "2 * rows * N * K"
 _ENDS = "rows * K * x_bytes + rows * N * out_bytes * (1 + HAS_RESIDUAL)"
@@ -55,7 +58,7 @@ def _product(
         source=f"{module}:{name}",
         pointers=(*pointers, "bias", "residual", "out"),
         scalars=_SCALARS,
-        constants=(*constants, "HAS_BIAS", "HAS_RESIDUAL", "EVEN_K"),
+        constants=(*constants, "HAS_BIAS", "HAS_RESIDUAL", "ACTIVATION", "EVEN_K"),
         tile=_TILE,
         grid=_GRID,
         nature="multiply",
@@ -67,7 +70,7 @@ def _product(
 
 GEMM = _product("gemm", _PLAIN, ("x", "w"), (), "N * K * w_bytes")
 
-#: w is (2N, K): gate rows, then up rows; bias too. out = act(x gate^T) * (x up^T); ACTIVATION: silu, gelu or gelu_tanh.
+#: w is (2N, K): gate rows, then up rows; bias too. out = act(x gate^T) * (x up^T).
 GEMM_GATED = Kernel(
     name="gemm_gated",
     source=f"{_PLAIN}:gemm_gated",

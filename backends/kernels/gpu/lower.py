@@ -35,7 +35,7 @@ from plait.backends.kernels.gpu.draft import (
     width_of,
 )
 from plait.backends.kernels.gpu.launch import Fact, LaunchPlan
-from plait.backends.kernels.gpu.product import gated_product, product, values
+from plait.backends.kernels.gpu.product import Activation, activation, gated_product, product, values
 from plait.backends.kernels.lowering import Lowering, op_name, operand_dtype, refuse, weight_kind, weight_name
 from plait.errors import UnsupportedError
 from plait.ir.module import ops
@@ -207,20 +207,34 @@ def _linear(op: LinearOp) -> Emit:
     operand_dtype(op, op.x)
 
     def emit(d: Draft) -> None:
-        add, residual = user(op.result), None
-        if isinstance(add, AddOp | AddRmsNormOp):
-            other = add.y if add.x is op.result else add.x
-            residual = d.view(other) if d.knows(other) else None
-        if residual is None:
-            product(d, d.view(op.x), [op.weight], biases, d.make(op.result))
-            return
-        assert isinstance(add, AddOp | AddRmsNormOp)
-        if isinstance(add, AddOp):
-            d.done.add(add)
-        total = add.result if isinstance(add, AddOp) else add.sum
-        product(d, d.view(op.x), [op.weight], biases, d.make(total), residual)
+        act, result = _activated(d, op.result)
+        residual, result = _added(d, result)
+        product(d, d.view(op.x), [op.weight], biases, d.make(result), residual, act)
 
     return emit
+
+
+def _activated(d: Draft, made: SSAValue) -> tuple[Activation, SSAValue]:
+    """What is done to a product that nothing else reads, and its result."""
+    op = user(made)
+    if not isinstance(op, GeluOp | ScaleOp):
+        return Activation(), made
+    d.done.add(op)
+    return activation(op), op.result
+
+
+def _added(d: Draft, made: SSAValue) -> tuple[View | None, SSAValue]:
+    """What is added to a product that nothing else reads, where it is known by then, and the sum."""
+    add = user(made)
+    if not isinstance(add, AddOp | AddRmsNormOp):
+        return None, made
+    other = add.y if add.x is made else add.x
+    if not d.knows(other):
+        return None, made
+    if isinstance(add, AddRmsNormOp):
+        return d.view(other), add.sum
+    d.done.add(add)
+    return d.view(other), add.result
 
 
 @LOWERING.emits(LinearsOp)
@@ -231,9 +245,14 @@ def _linears(op: LinearsOp) -> Emit:
 
     def emit(d: Draft) -> None:
         x, rest = d.view(op.x), list(range(len(op.products)))
-        for act, gate, up in _gates(op):
-            if gated_product(d, x, *_chosen(op, [gate, up]), act):
+        for gating, gate, up in _gates(op):
+            if gated_product(d, x, *_chosen(op, [gate, up]), gating):
                 rest = [i for i in rest if i not in (gate, up)]
+        for i in tuple(rest):
+            act, result = _activated(d, op.products[i])
+            if result is not op.products[i]:
+                product(d, x, *_chosen(op, [i]), d.make(result), act=act)
+                rest.remove(i)
         if not rest:
             return
         products = [op.products[i] for i in rest]
@@ -260,19 +279,22 @@ def _gates(op: LinearsOp) -> Iterator[tuple[SiluMulOp | GeluMulOp, int, int]]:
 
 
 def _elementwise(
-    op: AddOp | SiluMulOp | GeluMulOp | GeluOp | ScaleOp, kernel: str, constants: Constants, **numbers: float
+    op: AddOp | SiluMulOp | GeluMulOp | GeluOp | ScaleOp,
+    kernel: str,
+    constants: Constants,
+    numbers: Scalars | None = None,
 ) -> Emit:
     operand_dtype(op, op.x)
 
     def emit(d: Draft) -> None:
         inputs = {name: d.view(value) for name, value in zip("xy", op.operands, strict=False)}
-        _rowwise(d, kernel, {**inputs, "out": d.make(op.result)}, constants, **numbers)
+        _rowwise(d, kernel, {**inputs, "out": d.make(op.result)}, constants, "T", numbers or {})
 
     return emit
 
 
 def _rowwise(
-    d: Draft, kernel: str, views: Mapping[str, View], constants: Constants, rows: str = "T", **numbers: float
+    d: Draft, kernel: str, views: Mapping[str, View], constants: Constants, rows: str, numbers: Scalars
 ) -> None:
     """Views of one width through an elementwise kernel."""
     strides = {f"{name}_stride": view.stride for name, view in views.items()}
@@ -302,7 +324,7 @@ def _approximate(op: GeluMulOp | GeluOp) -> Constants:
 
 @LOWERING.emits(ScaleOp, "factor")
 def _scale(op: ScaleOp) -> Emit:
-    return _elementwise(op, "scale", {}, factor=op.factor.value.data)
+    return _elementwise(op, "scale", {}, {"factor": op.factor.value.data})
 
 
 @LOWERING.emits(AddOp)
@@ -323,12 +345,11 @@ def _logits(op: LogitsOp) -> Emit:
             "gather_rows", {"x": x, "index": index, "out": asked}, {"rows": "R", "H": x.width, **strides}, {}, rows="R"
         )
         logits = d.make(op.result, "R")
-        product(d, asked, [op.weight], [], logits, rows="R")
-        factor, limit, ends = number(op.scale) or 1.0, number(op.softcap), {"x": logits, "out": logits}
+        scale, limit = Activation("scale", number(op.scale) or 1.0), number(op.softcap)
+        act = Activation() if op.scale is None or limit is not None else scale
+        product(d, asked, [op.weight], [], logits, act=act, rows="R")
         if limit is not None:
-            _rowwise(d, "softcap", ends, {}, "R", factor=factor, limit=limit)
-        elif factor != 1.0:
-            _rowwise(d, "scale", ends, {}, "R", factor=factor)
+            _rowwise(d, "softcap", {"x": logits, "out": logits}, {}, "R", {"factor": scale.factor, "limit": limit})
         sizes: Scalars = {"rows": "R", "V": logits.width, "stride": logits.stride}
         d.launch("argmax", {"logits": logits, "out": d.best()}, sizes, {}, rows="R", when="G")
 

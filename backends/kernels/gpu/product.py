@@ -17,7 +17,7 @@ from plait.backends.kernels.gpu.draft import Constants, Draft, Place, Places, Sc
 from plait.backends.kernels.gpu.gemm import even_k
 from plait.backends.kernels.gpu.launch import TYPES, Part, Weight
 from plait.backends.kernels.lowering import weight_name
-from plait.ir.ops import GeluMulOp, SiluMulOp
+from plait.ir.ops import GeluMulOp, GeluOp, ScaleOp, SiluMulOp
 from plait.ir.types import QuantType
 
 #: The compute dtypes by what kernels call them.
@@ -28,6 +28,10 @@ _LEAST_GROUP, _LEAST_SCALE_K = 16, 32
 
 #: The zero of 4-bit codes that `gemm_int4` knows without being told.
 _MIDDLE = 8
+
+
+#: By `approximate`.
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def values(tensors: Sequence[SSAValue], dtype: str) -> Weight:
@@ -43,11 +47,19 @@ def _shapes(tensors: Sequence[SSAValue]) -> tuple[tuple[int, ...], ...]:
     return tuple(tensor_of(value).get_shape() for value in tensors)
 
 
-def activation(op: SiluMulOp | GeluMulOp) -> str | None:
-    """What `gemm_gated` calls the op's activation."""
-    if isinstance(op, SiluMulOp):
-        return "silu"
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(op.approximate.data)
+@dataclass(frozen=True)
+class Activation:
+    """What is done to a product and its bias, as the kernels call it (`plait.backends.kernels.gpu.gemm`)."""
+
+    name: str = "none"
+    factor: float = 1.0
+
+
+def activation(op: SiluMulOp | GeluMulOp | GeluOp | ScaleOp) -> Activation:
+    """What an op does to a product that it takes."""
+    if isinstance(op, ScaleOp):
+        return Activation("scale", op.factor.value.data)
+    return Activation("silu" if isinstance(op, SiluMulOp) else _GELU[op.approximate.data])
 
 
 def product(
@@ -57,10 +69,11 @@ def product(
     biases: Sequence[SSAValue],
     out: View,
     residual: View | None = None,
+    act: Activation = Activation(),
     *,
     rows: str = "T",
 ) -> None:
-    """out = x [weights]^T + [biases] + residual. Weights of one format, side by side, are one launch."""
+    """out = act(x [weights]^T + [biases]) + residual. Weights of one format, side by side, are one launch."""
     start = 0
     for kind, group in groupby(range(len(weights)), key=lambda i: _kind(weights[i])):
         part = list(group)
@@ -73,6 +86,7 @@ def product(
                 [biases[i] for i in chosen] if biases else [],
                 out.columns(start, width),
                 None if residual is None else residual.columns(start, width),
+                act,
                 rows,
             )
             start += width
@@ -82,8 +96,7 @@ def gated_product(
     d: Draft, x: View, weights: Sequence[SSAValue], biases: Sequence[SSAValue], op: SiluMulOp | GeluMulOp
 ) -> bool:
     """op(x gate^T, x up^T) in one launch, where there is a kernel; `weights` are gate and up. Else False."""
-    act = activation(op)
-    if act is None or any(_kind(weight) is not None for weight in weights):
+    if any(_kind(weight) is not None for weight in weights):
         return False
     dtype, out = _DTYPES[x.type], d.make(op.result)
     d.done.add(op)
@@ -94,7 +107,7 @@ def gated_product(
         "out": out,
     }
     scalars: Scalars = {"rows": "T", "N": out.width, "K": x.width, "x_stride": x.stride, "out_stride": out.stride}
-    constants: Constants = {"ACTIVATION": act, "HAS_BIAS": bool(biases), "EVEN_K": even_k(x.width)}
+    constants: Constants = {"ACTIVATION": activation(op).name, "HAS_BIAS": bool(biases), "EVEN_K": even_k(x.width)}
     d.launch("gemm_gated", places, scalars, constants)
     return True
 
@@ -115,6 +128,7 @@ def _launch(
     biases: Sequence[SSAValue],
     out: View,
     residual: View | None,
+    act: Activation,
     rows: str,
 ) -> None:
     dtype = _DTYPES[x.type]
@@ -133,9 +147,16 @@ def _launch(
         "x_stride": x.stride,
         "residual_stride": residual.stride if residual else 0,
         "out_stride": out.stride,
+        "factor": act.factor,
     }
-    flags = {"HAS_BIAS": bool(biases), "HAS_RESIDUAL": residual is not None, "EVEN_K": even_k(x.width)}
-    d.launch(matrix.kernel, places, scalars, {**flags, **matrix.constants}, rows=rows)
+    constants: Constants = {
+        "HAS_BIAS": bool(biases),
+        "HAS_RESIDUAL": residual is not None,
+        "ACTIVATION": act.name,
+        "EVEN_K": even_k(x.width),
+        **matrix.constants,
+    }
+    d.launch(matrix.kernel, places, scalars, constants, rows=rows)
 
 
 def _kind(weight: SSAValue) -> QuantType | None:

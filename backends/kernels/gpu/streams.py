@@ -57,7 +57,7 @@ def _norm(name: str, flops: int, weights: tuple[str, ...], constants: tuple[str,
         name=name,
         source=f"{_SOURCES}.norm:{name}",
         pointers=("x", *weights, "out"),
-        scalars={**dict.fromkeys(_NORM_SCALARS, "i32"), **dict.fromkeys(numbers, "f32")},  # type: ignore[arg-type]
+        scalars={**dict.fromkeys(_NORM_SCALARS, "i32"), **dict.fromkeys(numbers, "f32")},
         constants=("GROUPS", *constants, "BLOCK"),
         tile=("BLOCK_GROUPS",),
         grid=("rows", "cdiv(GROUPS, BLOCK_GROUPS)", "1"),
@@ -147,7 +147,7 @@ def _elementwise(name: str, flops: int, inputs: str, constants: tuple[str, ...] 
         name=name,
         source=f"{_SOURCES}.elementwise:{name}",
         pointers=(*inputs, "out"),
-        scalars={**dict.fromkeys(whole, "i32"), **dict.fromkeys(numbers, "f32")},  # type: ignore[arg-type]
+        scalars={**dict.fromkeys(whole, "i32"), **dict.fromkeys(numbers, "f32")},
         constants=constants,
         tile=("BLOCK",),
         grid=("rows", "cdiv(N, BLOCK)", "1"),

@@ -69,6 +69,20 @@ def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """silu, gelu (exact) or gelu_tanh of float32 values."""
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh", ACTIVATION)
+    if ACTIVATION == "gelu":
+        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh z) = sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3).
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        share = tl.sigmoid(x)
+    return x * share
+
+
+@triton.jit
 def finish(
     acc,
     bias,
@@ -84,49 +98,31 @@ def finish(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    factor=1.0,
+    ACTIVATION: tl.constexpr = "none",
 ):
-    """Store acc + bias + residual at (row, column) of out, rounded once."""
+    """Store act(acc + bias) + residual at (row, column) of out, rounded once."""
     if BLOCK_N >= 256:
         # In two halves: all of it, in the layout of the stores and with the residual, would not fit the registers.
         left, right = halves(acc, BLOCK_M, BLOCK_N // 2)
         finish(
-            left,
-            bias,
-            residual,
-            out,
-            row,
-            column,
-            rows,
-            N,
-            residual_stride,
-            out_stride,
-            HAS_BIAS,
-            HAS_RESIDUAL,
-            BLOCK_M,
-            BLOCK_N // 2,
-        )
+            left, bias, residual, out, row, column, rows, N, residual_stride, out_stride,
+            HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N // 2, factor, ACTIVATION,
+        )  # fmt: skip
         finish(
-            right,
-            bias,
-            residual,
-            out,
-            row,
-            column + BLOCK_N // 2,
-            rows,
-            N,
-            residual_stride,
-            out_stride,
-            HAS_BIAS,
-            HAS_RESIDUAL,
-            BLOCK_M,
-            BLOCK_N // 2,
-        )
+            right, bias, residual, out, row, column + BLOCK_N // 2, rows, N, residual_stride, out_stride,
+            HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N // 2, factor, ACTIVATION,
+        )  # fmt: skip
     else:
         m = tl.arange(0, BLOCK_M)[:, None]
         n = tl.arange(0, BLOCK_N)[None, :]
         inside = (m < rows - row) & (n < N - column)
         if HAS_BIAS:
             acc += tl.load(bias + column + n, mask=n < N - column, other=0.0).to(tl.float32)
+        if ACTIVATION == "scale":
+            acc *= factor
+        elif ACTIVATION != "none":
+            acc = activate(acc, ACTIVATION)
         if HAS_RESIDUAL:
             residual += row.to(tl.int64) * residual_stride + column
             acc += tl.load(residual + m * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
@@ -147,8 +143,10 @@ def gemm(
     x_stride,
     residual_stride,
     out_stride,
+    factor,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -156,7 +154,7 @@ def gemm(
     GROUP_M: tl.constexpr,
     XCDS: tl.constexpr,
 ):
-    """out = x w^T + bias + residual."""
+    """out = act(x w^T + bias) + residual."""
     row, column = origin(rows, N, BLOCK_M, BLOCK_N, GROUP_M, XCDS)
     k = tl.arange(0, BLOCK_K)[None, :]
     x_tile = x + row.to(tl.int64) * x_stride + within(row, rows, BLOCK_M)[:, None] * x_stride + k
@@ -170,22 +168,8 @@ def gemm(
         w_tile += BLOCK_K
     finish(
         acc, bias, residual, out, row, column, rows, N, residual_stride, out_stride,
-        HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
+        HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N, factor, ACTIVATION,
     )  # fmt: skip
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """silu, gelu (exact) or gelu_tanh of float32 values."""
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh", ACTIVATION)
-    if ACTIVATION == "gelu":
-        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-    elif ACTIVATION == "gelu_tanh":
-        # 0.5 (1 + tanh z) = sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3).
-        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        share = tl.sigmoid(x)
-    return x * share
 
 
 @triton.jit

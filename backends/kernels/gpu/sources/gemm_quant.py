@@ -50,10 +50,12 @@ def integers(
     x_stride,
     residual_stride,
     out_stride,
+    factor,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -63,7 +65,7 @@ def integers(
     PACK: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """out = x ((codes - zero) * scale)^T + bias + residual. PACK codes share a byte; ZERO is for want of zeros."""
+    """out = act(x ((codes - zero) * scale)^T + bias) + residual. PACK codes share a byte; ZERO is for want of zeros."""
     row, column = origin(rows, N, BLOCK_M, BLOCK_N, GROUP_M, XCDS)
     n = within(column, N, BLOCK_N)
     x_tile = x + row.to(tl.int64) * x_stride + within(row, rows, BLOCK_M)[:, None] * x_stride
@@ -99,7 +101,7 @@ def integers(
         w_tile += BLOCK_K // PACK
     finish(
         acc, bias, residual, out, row, column, rows, N, residual_stride, out_stride,
-        HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
+        HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N, factor, ACTIVATION,
     )  # fmt: skip
 
 
@@ -118,10 +120,12 @@ def gemm_int8(
     x_stride,
     residual_stride,
     out_stride,
+    factor,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -129,10 +133,11 @@ def gemm_int8(
     GROUP_M: tl.constexpr,
     XCDS: tl.constexpr,
 ):
-    """out = x ((w - zero) * scale)^T + bias + residual."""
+    """out = act(x ((w - zero) * scale)^T + bias) + residual."""
     integers(
-        x, w, scales, zeros, bias, residual, out, rows, N, K, x_stride, residual_stride, out_stride,
-        GROUP, HAS_ZEROS, HAS_BIAS, HAS_RESIDUAL, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, XCDS, 1, 0.0,
+        x, w, scales, zeros, bias, residual, out, rows, N, K, x_stride, residual_stride, out_stride, factor,
+        GROUP, HAS_ZEROS, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, XCDS,
+        1, 0.0,
     )  # fmt: skip
 
 
@@ -151,10 +156,12 @@ def gemm_int4(
     x_stride,
     residual_stride,
     out_stride,
+    factor,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -162,10 +169,11 @@ def gemm_int4(
     GROUP_M: tl.constexpr,
     XCDS: tl.constexpr,
 ):
-    """out = x ((codes of w - zero) * scale)^T + bias + residual, two codes in a byte of w, the lower first."""
+    """out = act(x ((codes of w - zero) * scale)^T + bias) + residual, two codes in a byte of w, the lower first."""
     integers(
-        x, w, scales, zeros, bias, residual, out, rows, N, K, x_stride, residual_stride, out_stride,
-        GROUP, HAS_ZEROS, HAS_BIAS, HAS_RESIDUAL, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, XCDS, 2, 8.0,
+        x, w, scales, zeros, bias, residual, out, rows, N, K, x_stride, residual_stride, out_stride, factor,
+        GROUP, HAS_ZEROS, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, XCDS,
+        2, 8.0,
     )  # fmt: skip
 
 
@@ -214,10 +222,12 @@ def gemm_fp8(
     x_stride,
     residual_stride,
     out_stride,
+    factor,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -225,7 +235,7 @@ def gemm_fp8(
     GROUP_M: tl.constexpr,
     XCDS: tl.constexpr,
 ):
-    """out = x (w * scale)^T + bias + residual."""
+    """out = act(x (w * scale)^T + bias) + residual."""
     row, column = origin(rows, N, BLOCK_M, BLOCK_N, GROUP_M, XCDS)
     n = within(column, N, BLOCK_N)
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -251,7 +261,7 @@ def gemm_fp8(
         acc *= over_columns(tl.load(scales), ALIKE)
     finish(
         acc, bias, residual, out, row, column, rows, N, residual_stride, out_stride,
-        HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
+        HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N, factor, ACTIVATION,
     )  # fmt: skip
 
 
@@ -270,11 +280,13 @@ def gemm_fp8_fp8(
     x_stride,
     residual_stride,
     out_stride,
+    factor,
     X_GROUP: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -282,7 +294,7 @@ def gemm_fp8_fp8(
     GROUP_M: tl.constexpr,
     XCDS: tl.constexpr,
 ):
-    """out = (x * x_scale) (w * w_scale)^T + bias + residual, multiplied in fp8: scales multiply sums, never codes."""
+    """out = act((x * x_scale) (w * w_scale)^T + bias) + residual, multiplied in fp8: scales are not for codes."""
     row, column = origin(rows, N, BLOCK_M, BLOCK_N, GROUP_M, XCDS)
     m, n = within(row, rows, BLOCK_M), within(column, N, BLOCK_N)
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -318,7 +330,7 @@ def gemm_fp8_fp8(
         acc *= over_columns(tl.load(w_scales), ALIKE)
     finish(
         acc, bias, residual, out, row, column, rows, N, residual_stride, out_stride,
-        HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N,
+        HAS_BIAS, HAS_RESIDUAL, BLOCK_M, BLOCK_N, factor, ACTIVATION,
     )  # fmt: skip
 
 
