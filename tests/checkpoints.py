@@ -1,8 +1,4 @@
-"""Tiny random checkpoints made with transformers' own classes, and what transformers says about them.
-
-The weights are drawn wide on purpose: with transformers' own initialisation attention is nearly uniform, and a wrong
-window, rope or bias moves the logits by less than a tolerance.
-"""
+"""Tiny random checkpoints made with transformers' own classes, and what transformers says about them."""
 
 from __future__ import annotations
 
@@ -15,25 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.spec import Piece, Rows
-
-VOCABULARY = 264
-"""256 bytes and the special tokens of `save_tokenizer`."""
-
-BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-
-OWN: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}}
-"""What a family needs beside BASE."""
+from tests.families import VOCABULARY, config_of, draw, model_class
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
@@ -62,19 +40,12 @@ def save(
         dtype: of the stored weights.
         max_shard_size: `"100KB"` gives shards and an index.
         tokenizer: write a byte-level tokenizer and a chat template too.
-        config: overrides of BASE, in transformers' words.
+        config: overrides of `tests.families`, in transformers' words.
     """
     import torch
 
-    model = _model_class(family)(_config(family, config))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(noise * 0.3 + (0.0 if name.endswith("bias") else 1.0))
-            else:
-                parameter.copy_(noise * (1.0 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5))
+    model = model_class(family)(config_of(family, config))
+    draw(model, family, seed)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer:
@@ -262,20 +233,6 @@ def save_gguf(path: Path, folder: Path, quant: str = "Q8_0", metadata: dict[str,
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _config(family: str, overrides: dict[str, Any]) -> Any:
-    import transformers
-
-    kind = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config"}[family]
-    return getattr(transformers, kind)(**(BASE | OWN[family] | overrides))
-
-
-def _model_class(family: str) -> Any:
-    import transformers
-
-    kind = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}[family]
-    return getattr(transformers, kind)
 
 
 def _gguf_metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
