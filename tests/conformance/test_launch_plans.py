@@ -24,6 +24,8 @@ ALWAYS = {
         "op-rms_norm",
         "op-linear-bias",
         "op-logits",
+        "op-rms_norm-heads-apart",
+        "op-rope-longrope-part-long",
         "greedy-ties",
         "attention-gqa3-pages16",
         "attention-window8-pages4",
@@ -31,11 +33,13 @@ ALWAYS = {
     "bfloat16": (
         "op-add_rms_norm",
         "op-linears",
+        "op-layer_norm-bias",
+        "op-embed_positions",
         "attention-softcap-sinks-pages4",
         "quantised-linear-u4-zeros",
         "model-window-and-full",
     ),
-    "float16": ("op-rope-llama3", "quantised-linear-e4m3fn-tensor", "kv-e4m3fn"),
+    "float16": ("op-rope-llama3", "op-logits-softcap", "quantised-linear-e4m3fn-tensor", "kv-e4m3fn"),
 }
 
 #: Whole models are made of what has cases of its own on both: of these each dtype runs on one.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from xdsl.dialects.builtin import StringAttr
 
 from plait.backends.base import CompileOptions
+from plait.backends.conformance import families
 from plait.backends.conformance.models import MODELS, QUANTISED, Attention, Model, op
 from plait.backends.kernels.gpu import arena
 from plait.backends.kernels.gpu.archs import ARCHS
@@ -213,7 +214,8 @@ def test_equal_modules_have_equal_plans() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in OPS if kind is not OpaqueOp], ids=lambda kind: kind.name)
 def test_an_unknown_attribute_is_refused_by_name(kind: type) -> None:
-    models = [MODELS["bias"], MODELS["gqa"], op(lambda b, rows: {"y": b.gelu_mul(rows("x", 8), rows("z", 8))})]
+    gelu = op(lambda b, rows: {"y": b.gelu_mul(rows("x", 8), rows("z", 8))})
+    models = [MODELS["bias"], MODELS["gqa"], gelu, *families.OPS.values(), *families.LATENTS.values()]
     found = [
         item
         for build in models
