@@ -27,7 +27,7 @@ Index = NDArray[np.intp]
 CHUNK_ELEMENTS = 1 << 16
 """Of what is converted: with its float32 values it stays in cache."""
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 19
 """Of what is read into its place: larger ones leave the cache before they are checked."""
 
 GAP_BYTES = 1 << 14
