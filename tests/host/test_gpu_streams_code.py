@@ -114,10 +114,23 @@ def test_attention(cache: Cache) -> None:
     hold_attention([jobs(name, arch)[0] for name in PHASES for arch in CHIPS], cache)
 
 
+@pytest.mark.parametrize("head_dim", [96, 256])
+def test_attention_of_other_heads(cache: Cache, head_dim: int) -> None:
+    """No power of two, and the widest of any family: on the matrix units, without spills."""
+    made([jobs(name, arch, HEAD_DIM=head_dim)[0] for name in PHASES for arch in ("sm_90a", "gfx942")], cache)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", CHIPS)
 @pytest.mark.parametrize(
-    ("head_dim", "attributes"), [(64, {}), (128, {"WINDOW": 1024, "SOFTCAP": 30.0, "HAS_SINKS": True})], ids=str
+    ("head_dim", "attributes"),
+    [
+        (64, {}),
+        (96, {}),
+        (128, {"WINDOW": 1024, "SOFTCAP": 30.0, "HAS_SINKS": True}),
+        (256, {"WINDOW": 4096, "SOFTCAP": 50.0, "GROUP": 2}),
+    ],
+    ids=str,
 )
 def test_every_tile_of_attention(cache: Cache, arch: str, head_dim: int, attributes: Mapping[str, Constant]) -> None:
     for name in PHASES:
@@ -159,6 +172,13 @@ def hold_streams(wanted: list[Job], cache: Cache) -> None:
 
 def test_streams(cache: Cache) -> None:
     hold_streams([jobs(name, arch)[0] for name in STREAMS for arch in ("sm_90a", "gfx942")], cache)
+
+
+def test_norms_of_heads(cache: Cache) -> None:
+    names, archs = ("rms_norm", "layer_norm"), ("sm_90a", "gfx942")
+    hold_streams(
+        [job for name in names for arch in archs for job in jobs(name, arch, GROUPS=32, BLOCK=128)[-1:]], cache
+    )
 
 
 def hold_heads(wanted: list[Job], cache: Cache) -> None:
