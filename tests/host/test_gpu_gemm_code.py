@@ -10,7 +10,7 @@ import pytest
 from plait.backends.kernels.gpu.archs import ARCHS, Arch
 from plait.backends.kernels.gpu.build import Binary, BuildError, Job, compile_many
 from plait.backends.kernels.gpu.cache import Cache
-from plait.backends.kernels.gpu.facts import Expectations, check
+from plait.backends.kernels.gpu.facts import Expectations, Failure, check
 from plait.backends.kernels.gpu.gemm import KERNELS, candidates
 from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile, Variant
 
@@ -169,6 +169,22 @@ def test_every_candidate_compiles_and_one_is_right(arch: str, name: str, rows: i
     _one_is_right(jobs, cache)
 
 
+def test_an_activation_costs_no_spills(cache: Cache) -> None:
+    """Of few rows and of many."""
+    archs = ("sm_90a", "gfx942")
+    chosen = [(arch, tile) for arch in archs for tile in (middle("gemm", arch), tiles("gemm", arch, 1)[1])]
+    _sound([job("gemm", arch, tile, HAS_BIAS=True, ACTIVATION="gelu") for arch, tile in chosen], cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize("activation", ["scale", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("arch", CHIPS)
+def test_every_candidate_with_an_activation(arch: str, activation: str, rows: int, cache: Cache) -> None:
+    own = {"HAS_BIAS": True, "HAS_RESIDUAL": activation == "scale", "ACTIVATION": activation}
+    _one_is_right([job("gemm", arch, tile, **own) for tile in tiles("gemm", arch, rows)], cache)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4096])
 @pytest.mark.parametrize("arch", sorted({arch.name for arch in ARCHS.values()} - set(CHIPS)))
@@ -177,7 +193,17 @@ def test_other_chips(arch: str, rows: int, cache: Cache) -> None:
 
 
 def _one_is_right(jobs: list[Job], cache: Cache) -> None:
-    failures = [
+    failures = _failures(jobs, cache)
+    assert () in failures, failures
+
+
+def _sound(jobs: list[Job], cache: Cache) -> None:
+    for one, failures in zip(jobs, _failures(jobs, cache), strict=True):
+        assert failures == (), one.label
+
+
+def _failures(jobs: list[Job], cache: Cache) -> list[tuple[Failure, ...]]:
+    return [
         check(
             binary.facts,
             ARCHS[one.arch],
@@ -187,7 +213,6 @@ def _one_is_right(jobs: list[Job], cache: Cache) -> None:
         )
         for one, binary in zip(jobs, made(jobs, cache), strict=True)
     ]
-    assert () in failures, failures
 
 
 @pytest.mark.parametrize("arch", ARCHS)

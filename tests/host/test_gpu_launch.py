@@ -15,7 +15,7 @@ from xdsl.dialects.builtin import StringAttr
 
 from plait.backends.base import CompileOptions
 from plait.backends.conformance import families
-from plait.backends.conformance.models import MODELS, QUANTISED, Attention, Model, op
+from plait.backends.conformance.models import MODELS, QUANTISED, Attention, Model, attention, op
 from plait.backends.kernels.gpu import arena
 from plait.backends.kernels.gpu.archs import ARCHS
 from plait.backends.kernels.gpu.held import quantised
@@ -226,6 +226,16 @@ def test_an_unknown_attribute_is_refused_by_name(kind: type) -> None:
     found[0].attributes["strange_new_factor"] = StringAttr("2")
     with pytest.raises(UnsupportedError, match="strange_new_factor"):
         LOWERING.emit(found[0])
+
+
+def test_heads_that_no_register_file_holds_are_refused() -> None:
+    widest, wider = (
+        next(item for item in ops(attention(Attention(head_dim=head_dim))("float32")) if item.name == "plait.attention")
+        for head_dim in (256, 320)
+    )
+    assert LOWERING.supports(widest).ok
+    with pytest.raises(UnsupportedError, match="head_dim = 320: heads have at most 256 features"):
+        LOWERING.emit(wider)
 
 
 def test_what_reads_logits_is_refused() -> None:

@@ -25,6 +25,9 @@ from plait.spec import kv_class
 #: 8,192 keys a single sequence gives 256 programs, enough for any of the chips.
 SPLIT_KEYS, MAX_SPLITS = 256, 32
 
+#: Features of the widest head that the registers of every architecture hold.
+WIDEST_HEAD = 256
+
 
 @LOWERING.emits(RopeOp, "head_dim", "rotary_dim", *ROPE_TABLE)
 def _rope(op: RopeOp) -> Emit:
@@ -68,6 +71,8 @@ def _attention(op: AttentionOp) -> Emit:
     dtype = operand_dtype(op, op.q)
     if not op.cache.is_fp8 and attribute_dtype(op, op.cache.dtype) != dtype:
         raise refuse(op, "KV dtype", op.cache.dtype, f"q is {dtype}; KV is stored in the same dtype or in FP8")
+    if op.head_dim > WIDEST_HEAD:
+        raise refuse(op, "head_dim", op.head_dim, f"heads have at most {WIDEST_HEAD} features")
     if op.sinks is not None:
         weight_name(op, op.sinks)
     return lambda d: _Attention(d, op).emit()
