@@ -40,48 +40,47 @@ def mesh_of(devices: list[Any]) -> Mesh:
 
 
 def weight_shape(weight: Weight, program: Program) -> tuple[int, ...]:
-    """Of the array over all chips; (layers, rows, inputs) of a scanned matrix."""
+    """Of the array over all chips; (layers, rows, inputs) of a scanned matrix, (layers, experts, rows, inputs)."""
     split, sizes = program.split, program.sizes
-    copies = split.chips if split.axis(weight.key[0]) == 0 else 1
+    copies = split.chips if split.axis(weight.key) == 0 else 1
     rows = sum(split.rows_per_chip(name, sizes[name][0]) for name in weight.key) * copies
     return (*((len(weight.layers),) if weight.scanned else ()), rows, *sizes[weight.key[0]][1:])
 
 
 def weight_spec(weight: Weight, split: Split) -> PartitionSpec:
-    axis = split.axis(weight.key[0])
+    axis = split.axis(weight.key)
     if axis is None:
         return spec()
     return spec(*(None,) * (axis + weight.scanned), AXIS)
 
 
 def pool_shape(pool: Pool, program: Program, pages: int) -> tuple[int, ...]:
-    """Over all chips: (layers * pages * page_tokens, 2 N D), a chip's K of all heads and then its V; for `pallas`
-    (layers * pages * page_tokens, 2 N, D), a head's K and then its V."""
+    """Over all chips: (layers * pages * page_tokens, 2 N D), a chip's K of all heads and then its V, or K alone; for
+    `pallas` (layers * pages * page_tokens, 2 N, D), a head's K and then its V."""
     heads, rows = program.split.kv_heads(pool.kv_heads), len(pool.kv) * pages * program.page_tokens
     if program.attention == "pallas":
         return rows, 2 * heads, pool.head_dim
-    return rows, 2 * heads * pool.head_dim
+    return rows, pool.sides * heads * pool.head_dim
 
 
-def pool_rows(program: Program, k: NDArray[Any], v: NDArray[Any]) -> NDArray[Any]:
-    """Rows of a pool from K and V (token, kv_head, head_dim)."""
-    count, heads, head_dim = k.shape
+def pool_rows(program: Program, *sides: NDArray[Any]) -> NDArray[Any]:
+    """Rows of a pool from K and V (token, kv_head, head_dim), or from K alone."""
+    count, heads, head_dim = sides[0].shape
     chips, held = program.split.chips, program.split.kv_heads(heads)
-    sides = [np.repeat(side, held // heads, axis=1).reshape(count, chips, held // chips, head_dim) for side in (k, v)]
+    parts = [np.repeat(side, held // heads, axis=1).reshape(count, chips, held // chips, head_dim) for side in sides]
     if program.attention == "pallas":
-        return np.stack(sides, axis=3).reshape(count, 2 * held, head_dim)
-    return np.stack(sides, axis=2).reshape(count, -1)
+        return np.stack(parts, axis=3).reshape(count, 2 * held, head_dim)
+    return np.stack(parts, axis=2).reshape(count, -1)
 
 
-def pool_sides(program: Program, rows: NDArray[Any], heads: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def pool_sides(program: Program, rows: NDArray[Any], heads: int, sides: int = 2) -> list[NDArray[Any]]:
     """The inverse of `pool_rows`."""
     chips, held = program.split.chips, program.split.kv_heads(heads)
     if program.attention == "pallas":
         parts = rows.reshape(len(rows), chips, held // chips, 2, -1).transpose(3, 0, 1, 2, 4)
     else:
-        parts = rows.reshape(len(rows), chips, 2, held // chips, -1).transpose(2, 0, 1, 3, 4)
-    k, v = parts.reshape(2, len(rows), held, -1)[:, :, :: held // heads]
-    return k, v
+        parts = rows.reshape(len(rows), chips, sides, held // chips, -1).transpose(2, 0, 1, 3, 4)
+    return list(parts.reshape(sides, len(rows), held, -1)[:, :, :: held // heads])
 
 
 POOL_SPEC = spec(None, AXIS)
@@ -114,7 +113,7 @@ def arguments(program: Program, shape: Shape, pages: Mapping[str, int], wide: bo
         "pages": {name: array((shape.sequences, width), np.int32) for name, width in by_class.items()},
         "first": {name: array((shape.sequences,), np.int32) for name in by_class},
     }
-    halves = [array((tokens, table.head_dim // 2), np.float32) for table in program.tables]
+    halves = [array((tokens, table.rotary_dim // 2), np.float32) for table in program.tables]
     rows = array((1,), np.int32) if program.has_logits and not shape.every_row else None
     return weights, pools, inputs, facts, [(half, half) for half in halves], rows
 
@@ -150,7 +149,7 @@ def read(
     """The array of a weight over all chips. Takes itself and one tensor of the checkpoint."""
     split = program.split
     array = _aligned(weight_shape(weight, program), held_dtype(weight.dtype, wide))
-    chips = split.chips if split.axis(weight.key[0]) == 0 else 1
+    chips = split.chips if split.axis(weight.key) == 0 else 1
     layers = array if weight.scanned else array[None]
     if split.chips == 1 and array.dtype == NUMPY[weight.dtype]:
         for layer, names in zip(layers, weight.layers, strict=True):

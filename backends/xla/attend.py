@@ -88,17 +88,46 @@ def append_and_attend(
     """
     import jax.numpy as jnp
 
-    name = kv_class(heads.window)
-    slots = layer_slots(facts, name, layer, pool)
-    pool = pool.at[slots].set(_stored(jnp.concatenate((k, v), axis=1), heads.code).astype(pool.dtype), mode="drop")
-    visible, alive = facts.masks[heads.window]
-    rows = pool.reshape(-1, facts.page_tokens, pool.shape[1])
-    rows = rows.at[facts.pages[name] + layer * facts.pool_pages[name]].get(mode="clip").astype(q.dtype)
-    keys, values = jnp.split(rows.reshape(*alive.shape, -1), 2, axis=2)
+    pool, rows, visible, alive = _append(facts, heads, pool, layer, jnp.concatenate((k, v), axis=1), q)
+    keys, values = jnp.split(rows, 2, axis=2)
     # What nobody sees may be infinite, and 0 * inf is not 0.
     values = jnp.where(alive[:, :, None], values, 0)
     attend = _attend_one if visible.shape[1] == 1 else _attend_many
     return pool, attend(heads, q, keys, values, visible, sink, dtype).reshape(q.shape)
+
+
+def append_and_attend_latent(
+    facts: Facts, heads: Heads, pool: Array, layer: Array | int, q: Array, k: Array, latent: int, dtype: str
+) -> tuple[Array, Array]:
+    """Write k (T, D) to the layer's pages, attend with q (T, G D) to keys whose first `latent` features are their
+    values: the pool, and (T, G latent) in float32.
+
+    Args:
+        pool: (layers * pages * page_tokens, D).
+        dtype: as in `append_and_attend`.
+    """
+    import jax.numpy as jnp
+
+    pool, keys, visible, alive = _append(facts, heads, pool, layer, k, q)
+    # Whole rows are multiplied, and what is no value is left out of the products: keys need not be cut.
+    values = jnp.where(alive[:, :, None], keys, 0)
+    attend = _attend_one if visible.shape[1] == 1 else _attend_many
+    out = attend(heads, q, keys, values, visible, None, dtype)
+    return pool, out.reshape(len(q), -1, heads.head_dim)[:, :, :latent].reshape(len(q), -1)
+
+
+def _append(
+    facts: Facts, heads: Heads, pool: Array, layer: Array | int, new: Array, q: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Write new rows (T, W) to the layer's pages: the pool, the rows (B, L, W) of the step's sequences, held as q is,
+    and their `Facts.masks`."""
+    name = kv_class(heads.window)
+    slots = layer_slots(facts, name, layer, pool)
+    pool = pool.at[slots].set(_stored(new, heads.code).astype(pool.dtype), mode="drop")
+    visible, alive = facts.masks[heads.window]
+    rows = pool.reshape(-1, facts.page_tokens, pool.shape[1])
+    rows = rows.at[facts.pages[name] + layer * facts.pool_pages[name]].get(mode="clip").astype(q.dtype)
+    return pool, rows.reshape(*alive.shape, -1), visible, alive
 
 
 def _stored(rows: Array, code: str | None) -> Array:

@@ -28,10 +28,11 @@ from plait.backends.xla.arrays import (
 )
 from plait.backends.xla.best import best_tokens
 from plait.backends.xla.buckets import Grid, Shape, split
-from plait.backends.xla.emit import RopeTable
 from plait.backends.xla.loaded import find
 from plait.backends.xla.program import COMPILER_OPTIONS, Program
 from plait.backends.xla.split import split_module
+from plait.backends.xla.trace import RopeTable
+from plait.errors import UserError
 from plait.ir import kv_layouts, read_module
 from plait.ir.numbers import NUMPY
 from plait.ir.rope import tables
@@ -73,6 +74,7 @@ class XlaSlice:
         self._jitted = jax.jit(function(program, self._mesh), donate_argnums=1, compiler_options=COMPILER_OPTIONS)
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        self._check_positions(batch)
         out: dict[str, Array] = {}
         for name, (kind, is_logits) in self._program.outputs.items():
             if is_logits and batch.greedy:
@@ -85,15 +87,17 @@ class XlaSlice:
         return out
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
-        layout = self.kv_layouts[layer]
-        rows = np.asarray(self._kv[self._place[layer][0]][self._rows(layer, pages)]).astype(NUMPY[layout.dtype])
-        shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
-        k, v = (np.ascontiguousarray(side.reshape(shape)) for side in pool_sides(self._program, rows, layout.kv_heads))
-        return k, v
+        layout, pool = self.kv_layouts[layer], self._place[layer][0]
+        rows = np.asarray(self._kv[pool][self._rows(layer, pages)]).astype(NUMPY[layout.dtype])
+        shape = (len(pages), layout.page_tokens, layout.kv_heads)
+        sides = pool_sides(self._program, rows, layout.kv_heads, self._program.pools[pool].sides)
+        k, *v = (np.ascontiguousarray(side.reshape(*shape, layout.head_dim)) for side in sides)
+        return k, v[0] if v else np.empty((*shape, layout.v_head_dim), k.dtype)
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
         pool = self._place[layer][0]
-        rows = pool_rows(self._program, *(side.reshape(-1, *side.shape[2:]) for side in (k, v)))
+        sides = (k, v)[: self._program.pools[pool].sides]
+        rows = pool_rows(self._program, *(side.reshape(-1, *side.shape[2:]) for side in sides))
         held = self._kv[pool]
         self._kv[pool] = held.at[self._rows(layer, pages)].set(rows.astype(held.dtype))
 
@@ -112,6 +116,17 @@ class XlaSlice:
 
     def close(self) -> None:
         self._weights, self._kv, self._programs = [], [], {}
+
+    def _check_positions(self, batch: Batch) -> None:
+        """XLA takes the last row of a table for whatever lies beyond it."""
+        count, last = self._program.positions, int(batch.positions.max(initial=0))
+        if count is not None and last >= count:
+            raise UserError(
+                "positions",
+                f"a token stands at position {last}, and the model has {count}",
+                why="its positions are learned, one row of a table each",
+                hint=f"keep prompt and answer together within {count} tokens",
+            )
 
     def _step(self, grid: Grid, batch: Batch, inputs: Mapping[str, Array], out: dict[str, Array]) -> None:
         """Run one grid and put its rows where they belong."""
@@ -181,6 +196,6 @@ def tables_of(program: Program, grid: Grid) -> list[tuple[NDArray[np.float32], N
 
 
 def _table(table: RopeTable, positions: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin, [T, D / 2], of float32 angles."""
-    cos, sin = tables(table.rope, table.head_dim, positions)
+    """cos and sin, [T, rotary_dim / 2], of float32 angles."""
+    cos, sin = tables(table.rope, table.rotary_dim, positions)
     return cos.astype(np.float32), sin.astype(np.float32)

@@ -44,7 +44,7 @@ def device_bytes(program: Program, shape: Shape, pages: Mapping[str, int]) -> tu
     weights, pools, *_ = arguments(program, shape, pages, wide=False)
     split = program.split
     held = sum(
-        _tiled_bytes(array) // (split.chips if split.axis(weight.key[0]) is not None else 1)
+        _tiled_bytes(array) // (split.chips if split.axis(weight.key) is not None else 1)
         for weight, array in zip(program.weights, weights, strict=True)
     )
     return held, sum(_tiled_bytes(pool) // split.chips for pool in pools)
@@ -78,7 +78,7 @@ def _temporary_bytes(program: Program, shape: Shape) -> int:
         shape.sequences
         * shape.pages(pool.window, program.page_tokens)
         * program.page_tokens
-        * 2
+        * pool.sides
         * split.kv_heads(pool.kv_heads)
         // split.chips
         * pool.head_dim

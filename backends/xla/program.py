@@ -17,10 +17,10 @@ from xdsl.ir import SSAValue
 from plait.backends.kernels.lowering import weight_dtypes
 from plait.backends.xla import ragged
 from plait.backends.xla.attend import Facts, append_and_attend, masks
-from plait.backends.xla.emit import Key, Run
 from plait.backends.xla.record import Attention
 from plait.backends.xla.segments import Segment, segments
 from plait.backends.xla.split import Split
+from plait.backends.xla.trace import Key, Run
 from plait.ir import kv_classes, kv_layouts, signature, weights
 from plait.ir.module import boundary, ops
 from plait.ir.ops import LogitsOp
@@ -54,13 +54,19 @@ class Weight:
 
 @dataclass(frozen=True)
 class Pool:
-    """The KV of equal layers; `kv` are the numbers of the slice's KV values in it, in order."""
+    """The KV of equal layers; `kv` are the numbers of the slice's KV values in it, in order. A latent one has no V."""
 
     kv: tuple[int, ...]
     kv_heads: int
     head_dim: int
     dtype: str
     window: int | None
+    is_latent: bool = False
+
+    @property
+    def sides(self) -> int:
+        """K and V, or K alone."""
+        return 1 if self.is_latent else 2
 
     @property
     def kv_class(self) -> str:
@@ -72,6 +78,7 @@ class Program:
 
     Attributes:
         weights, pools, tables: the arrays that go in, in order.
+        positions: how many there are, where they are learned.
         outputs: what comes out, by name, and whether it is logits.
         sizes: shapes of the checkpoint's tensors, by name.
 
@@ -100,6 +107,7 @@ class Program:
         self.pools, self._pool_of = self._pools(module)
         traces = [step.trace for segment in self.segments for step in segment.steps]
         self.tables = tuple(dict.fromkeys(trace.table for trace in traces if trace.table is not None))
+        self.positions = min((trace.positions for trace in traces if trace.positions is not None), default=None)
         self.inputs = {name: boundary(name, value) for name, value in self._sig.inputs.items()}
         self.outputs = {
             name: (boundary(name, value), isinstance(value.owner, LogitsOp))
@@ -122,7 +130,7 @@ class Program:
         """Outputs by name, and the pools with this step's K and V.
 
         Args:
-            weights: as `self.weights`, scanned ones (layers, out, in).
+            weights: as `self.weights`, scanned ones with the layers in front, (layers, out, in).
             pools: as `self.pools`, see `arrays.pool_shape`.
             inputs: boundary tensors (T, width), padded rows included.
             facts: the arrays of a `buckets.Grid` by name.
@@ -169,8 +177,8 @@ class Program:
         for segment in self.segments:
             period = len(segment.steps) // segment.repeats
             for index, step in enumerate(segment.steps[:period]):
-                for number, key in enumerate(step.trace.weights):
-                    layers = tuple(other.trace.weights[number] for other in segment.steps[index::period])
+                for number, key in enumerate(step.trace.arrays):
+                    layers = tuple(other.trace.arrays[number] for other in segment.steps[index::period])
                     found[key] = Weight(layers, segment.repeats > 1, dtypes[key[0]])
         return list(found.values())
 
@@ -187,7 +195,8 @@ class Program:
                     kind = layouts[numbers[values[0]]]
                     pool_of |= dict.fromkeys(values, len(pools))
                     held = tuple(numbers[value] for value in values)
-                    pools.append(Pool(held, kind.kv_heads, kind.head_dim, kind.dtype, kind.window))
+                    latent = kind.values is not None
+                    pools.append(Pool(held, kind.kv_heads, kind.head_dim, kind.dtype, kind.window, latent))
         return tuple(pools), pool_of
 
 
@@ -211,7 +220,8 @@ def _scan(segment: Segment, run: Run, env: dict[SSAValue, Any]) -> None:
         values, pools = carry
         layer, stacked = xs
         # Only what this segment carries changes; the rest is the outer trace's.
-        inner = replace(run, weights=dict(zip(keys, stacked, strict=True)), pools=list(run.pools), layer=layer)
+        weights = run.weights | dict(zip(keys, stacked, strict=True))
+        inner = replace(run, weights=weights, pools=list(run.pools), layer=layer)
         for number, pool in zip(own, pools, strict=True):
             inner.pools[number] = pool
         local = dict(zip(segment.entering, values, strict=True))

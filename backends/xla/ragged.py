@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from plait.backends.kernels.lowering import refuse
 from plait.backends.xla.attend import Facts, Heads, layer_slots
 from plait.backends.xla.split import Split
-from plait.ir.ops import AttentionOp, PlaitOp
+from plait.ir.ops import AttentionOp, LatentAttentionOp, PlaitOp
 from plait.spec import kv_class
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def append_and_attend(
 
 def check(op: PlaitOp, split: Split) -> None:
     """Raise UnsupportedError for an attention that JAX's kernel does not take."""
+    if isinstance(op, LatentAttentionOp):
+        raise refuse(op, why="Pallas attention keeps V beside K, and a latent row is both")
     if not isinstance(op, AttentionOp):
         return
     held = split.kv_heads(op.kv_heads) // split.chips

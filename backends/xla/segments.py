@@ -13,7 +13,8 @@ from itertools import groupby
 from xdsl.dialects.builtin import ModuleOp, TensorType
 from xdsl.ir import SSAValue
 
-from plait.backends.xla.emit import LOWERING, Trace
+from plait.backends.xla.emit import LOWERING
+from plait.backends.xla.trace import Trace
 from plait.ir import signature
 from plait.ir.module import ops
 from plait.ir.ops import AddOp, AddRmsNormOp, PlaitOp, RmsNormOp, WeightOp
@@ -104,7 +105,7 @@ def _step(
 ) -> Step:
     kv = tuple(value for value in op.operands if isinstance(value.type, KVType))
     attributes = {key: str(value) for key, value in op.properties.items() if key != "block" and name != AddOp.name}
-    shapes = [str(value.type) for value in op.operands if isinstance(value.owner, WeightOp) and trace.weights]
+    shapes = [str(value.type) for value in op.operands if isinstance(value.owner, WeightOp) and trace.arrays]
     types = [str(value.type) for value in (*operands, *results, *kv)]
     return Step(trace, operands, results, kv, (name, tuple(sorted(attributes.items())), *shapes, *types), block)
 
@@ -140,7 +141,7 @@ def _repeated(inside: list[Step], repeats: int, steps: list[Step], outputs: set[
     own = {id(step) for step in inside}
     outside = {value for step in steps if id(step) not in own for value in step.operands} | outputs
     hidden = {value for made in leaving for value in made} - set(handed[-1])
-    keys = [key for step in inside for key in step.trace.weights]
+    keys = [key for step in inside for key in step.trace.arrays]
     if outside & hidden or len(set(keys)) != len(keys):
         return None
     return Segment(tuple(inside), repeats, tuple(entering[0]), tuple(handed[0]), tuple(handed[-1]))
