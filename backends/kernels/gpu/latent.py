@@ -107,21 +107,25 @@ class _Shapes:
 
 
 _WARP_GROUPS = _Shapes(
-    decode=((16, 32, 4, 2), (64, 32, 8, 2), (16, 64, 4, 2), (32, 32, 8, 2)),
-    prefill=((64, 32, 8, 2), (32, 32, 8, 2)),
+    decode=((16, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+    prefill=((64, 32, 8, 2), (64, 16, 8, 2), (32, 32, 8, 2)),
 )
-_WARPS = _Shapes(decode=((16, 32, 4, 2), (16, 16, 4, 2), (32, 32, 8, 1)), prefill=((32, 32, 8, 1), (32, 16, 8, 2)))
-_WAVES = _Shapes(decode=((16, 32, 4, 1), (32, 32, 8, 1)), prefill=((32, 32, 8, 1), (64, 32, 8, 1)))
+_WARPS = _Shapes(decode=((16, 32, 4, 2), (32, 32, 8, 2)), prefill=((32, 32, 8, 2), (16, 32, 4, 2)))
+_WAVES = _Shapes(
+    decode=((16, 32, 4, 1), (16, 16, 4, 1), (32, 32, 4, 1), (64, 16, 4, 1)),
+    prefill=((64, 16, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1)),
+)
+_HALF_WAVES = _Shapes(decode=((16, 16, 4, 1), (16, 16, 8, 1)), prefill=((16, 16, 4, 1), (16, 16, 8, 1)))
 #: By how an architecture's best matrix instruction starts.
 _SHAPES = {
     "tcgen05.mma": _WARP_GROUPS,
     "wgmma.mma_async": _WARP_GROUPS,
     "mma.sync": _WARPS,
     "v_mfma_": _WAVES,
-    "v_wmma_": _WARPS,
+    "v_wmma_": _HALF_WAVES,
 }
 #: float32: the operands stay in registers.
-_FLOAT32 = _Shapes(decode=((16, 16, 8, 1),), prefill=((16, 16, 8, 1),))
+_FLOAT32 = _Shapes(decode=((16, 16, 4, 1), (16, 16, 8, 1)), prefill=((16, 16, 4, 1), (16, 16, 8, 1)))
 
 
 def candidates(
@@ -131,12 +135,15 @@ def candidates(
     if kernel is LATENT_WRITE:
         return (Tile({}, num_warps=1), Tile({}, num_warps=2))
     if kernel is GEMM_HEADS:
-        found = gemm.candidates(gemm.GEMM, types, constants, arch, rows)
+        products = gemm.candidates(gemm.GEMM, types, constants, arch, rows)
         # Transposed, a row of a tile is what lies side by side in memory.
-        wide = tuple(tile for tile in found if not constants["TRANSPOSED"] or tile.constants["BLOCK_N"] >= 32)
-        return wide or found
+        wide = tuple(tile for tile in products if not constants["TRANSPOSED"] or tile.constants["BLOCK_N"] >= 32)
+        return wide or products
     shapes = _FLOAT32 if types["q"] == "fp32" else _SHAPES[arch.matrix[0]]
-    return tuple(
-        Tile({"BLOCK_M": m, "BLOCK_KEYS": keys}, num_warps=warps, num_stages=stages)
+    # Converting FP8 takes registers.
+    most = 16 if types["k_pages"] in ("u8", "fp8e4nv", "fp8e4b8", "fp8e5") else 32
+    found = [
+        Tile({"BLOCK_M": m, "BLOCK_KEYS": min(keys, most)}, num_warps=warps, num_stages=stages)
         for m, keys, warps, stages in (shapes.decode if kernel is LATENT_DECODE else shapes.prefill)
-    )
+    ]
+    return tuple(tile for i, tile in enumerate(found) if tile not in found[:i])

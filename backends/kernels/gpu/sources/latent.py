@@ -38,17 +38,22 @@ def gemm_heads(
     row, column = origin(rows, N, BLOCK_M, BLOCK_N, GROUP_M, XCDS)
     head = tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
-    n = within(column, N, BLOCK_N)
     x_tile = x + row.to(tl.int64) * x_stride + head * K + within(row, rows, BLOCK_M)[:, None] * x_stride + k[None, :]
     w += head.to(tl.int64) * N * K
-    w_tile = w + column + n[None, :] + k[:, None] * N if TRANSPOSED else w + (column + n[:, None]) * K + k[None, :]
+    if TRANSPOSED:
+        # What lies side by side are columns of out: a place past the last would end the run.
+        n = tl.arange(0, BLOCK_N)[None, :]
+        w_tile = w + column + n + k[:, None] * N
+    else:
+        w_tile = w + (column + within(column, N, BLOCK_N)[:, None]) * K + k[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in tl.range(0, K, BLOCK_K):
         x_part = load_x(x_tile, rows - row, K - done, BLOCK_M, BLOCK_K, EVEN_K)
         if TRANSPOSED:
-            there = k[:, None] < K - done
-            w_part = tl.load(w_tile) if EVEN_K >= BLOCK_K else tl.load(w_tile, mask=there, other=0.0)
-            acc = tl.dot(x_part, w_part, acc, input_precision="ieee")
+            there = n < N - column
+            if EVEN_K < BLOCK_K:
+                there = there & (k[:, None] < K - done)
+            acc = tl.dot(x_part, tl.load(w_tile, mask=there, other=0.0), acc, input_precision="ieee")
             w_tile += BLOCK_K * N
         else:
             acc = multiply(x_part, load_k(w_tile, K - done, BLOCK_K, EVEN_K >= BLOCK_K), acc)
