@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,7 +168,8 @@ def config_of(name: str, overrides: dict[str, Any]) -> Any:
 
     tiny = FAMILIES[name]
     base = {key: value for key, value in BASE.items() if key not in tiny.without}
-    return getattr(transformers, f"{tiny.classes[0]}Config")(**(base | tiny.config | overrides))
+    # Copies: transformers writes into the dictionaries it is given, and families share them.
+    return getattr(transformers, f"{tiny.classes[0]}Config")(**deepcopy(base | tiny.config | overrides))
 
 
 def model_class(name: str) -> Any:
