@@ -23,7 +23,7 @@ from plait.frontend.lora_config import LoraConfig, read_lora_config
 from plait.ir import weights
 from plait.ir.module import block_range
 from plait.ir.quant import held_dtype, quantise_types
-from plait.ir.quantise import linear_weights
+from plait.ir.quantise import matrices
 from plait.ir.types import DTYPES
 from plait.spec import Rows, WeightRef
 
@@ -158,7 +158,7 @@ def _targets(checkpoint: Checkpoint, module: ModuleOp, *, tied: bool) -> dict[st
         if file.endswith(".safetensors")
         for name, ref in safetensors.read_file(Path(file)).weights.items()
     }
-    linears = linear_weights(module, *block_range(module))
+    linears = matrices(module, *block_range(module))
     found = {}
     for name, op in weights(module).items():
         shape, ref = tuple(op.result.type.get_shape()), stored.get(name)

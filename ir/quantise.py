@@ -18,7 +18,7 @@ from xdsl.dialects.builtin import ModuleOp, TensorType
 from plait.errors import UnsupportedError
 from plait.ir.module import ops
 from plait.ir.numbers import NUMPY
-from plait.ir.ops import LinearOp, WeightOp
+from plait.ir.ops import ExpertsOp, LinearOp, WeightOp
 from plait.ir.quant import quantise_types
 from plait.ir.types import CODE_MAX, QuantType
 from plait.spec import QuantKind
@@ -46,7 +46,7 @@ _SMALLEST = np.finfo(np.float32).tiny
 
 
 def kind_of(choice: QuantKind, group_size: int | None, name: str, shape: tuple[int, ...]) -> QuantType:
-    """The element type of a weight (rows, columns) that is quantised so.
+    """The element type of a weight (..., rows, columns) that is quantised so.
 
     Args:
         group_size: neighbours of a row that share a scale, 0 for a whole row; None as `GROUP_SIZES` says.
@@ -72,21 +72,23 @@ def kind_of(choice: QuantKind, group_size: int | None, name: str, shape: tuple[i
     return kind
 
 
-def linear_weights(module: ModuleOp, start: int, end: int) -> dict[str, tuple[int, ...]]:
-    """The matrices of the linears of blocks [start, end), by name, with their shapes (out, in): what is quantised.
-    Embedding, logits, norms, routers and stacks of experts are none of them."""
+def matrices(module: ModuleOp, start: int, end: int) -> dict[str, tuple[int, ...]]:
+    """What is quantised of blocks [start, end): the matrices of linears, and stacks of those of experts, by name, with
+    their shapes (..., out, in). Embedding, logits, norms and routers are none of them."""
     found = {}
     for op in ops(module):
-        if isinstance(op, LinearOp) and op.block_index is not None and start <= op.block_index < end:
-            owner, kind = op.weight.owner, op.weight.type
+        if op.block_index is None or not start <= op.block_index < end:
+            continue
+        for value in (op.weight,) if isinstance(op, LinearOp) else op.stacks if isinstance(op, ExpertsOp) else ():
+            owner, kind = value.owner, value.type
             assert isinstance(owner, WeightOp) and isinstance(kind, TensorType)
             found[owner.symbol.data] = tuple(kind.get_shape())
     return found
 
 
 def quantise_blocks(module: ModuleOp, start: int, end: int, choice: QuantKind, group_size: int | None) -> None:
-    """Give the linears of blocks [start, end) the element types that `kind_of` says."""
-    shapes = linear_weights(module, start, end)
+    """Give the matrices of blocks [start, end) the element types that `kind_of` says."""
+    shapes = matrices(module, start, end)
     quantise_types(module, {name: kind_of(choice, group_size, name, shape) for name, shape in shapes.items()})
 
 

@@ -54,12 +54,19 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def save_adapter(
-    folder: Path, source: Path, *, seed: int = 0, ranks: dict[str, int] | None = None, **config: Any
+    folder: Path,
+    source: Path,
+    *,
+    seed: int = 0,
+    ranks: dict[str, int] | None = None,
+    conv1d: bool = False,
+    **config: Any,
 ) -> Path:
     """A random adapter for the checkpoint in `source`. Returns the folder.
 
     Args:
         ranks: the rank of modules by the end of their names, where it is not `r`.
+        conv1d: matrices are stored as (in, out), as GPT-2's are.
         config: overrides of CONFIG; `target_modules` is a list of ends of names.
     """
     import torch
@@ -74,7 +81,7 @@ def save_adapter(
             made[f"base_model.model.{name}"] = torch.randn(tensor.shape, generator=generator) * 0.2
         elif any(module.endswith(end) for end in said["target_modules"]):
             rank = next((rank for end, rank in (ranks or {}).items() if module.endswith(end)), said["r"])
-            out, into = tensor.shape
+            out, into = tensor.shape[::-1] if conv1d else tensor.shape
             embedding = "embed" in name
             shapes = ((rank, out), (into, rank)) if embedding else ((rank, into), (out, rank))
             for side, shape in zip("AB", shapes, strict=True):
@@ -100,7 +107,7 @@ def edit_adapter(folder: Path, change: Change | None = None, **config: Any) -> P
     return folder
 
 
-def merged(folder: Path, source: Path, *steps: tuple[Path, Callable[[str], float]]) -> Path:
+def merged(folder: Path, source: Path, *steps: tuple[Path, Callable[[str], float]], conv1d: bool = False) -> Path:
     """The checkpoint in `source` with adapters added to its weights in float32, saved in float32. Returns the folder.
 
     Args:
@@ -121,9 +128,9 @@ def merged(folder: Path, source: Path, *steps: tuple[Path, Callable[[str], float
                 continue
             b = plain[name.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")]
             product = torch.matmul(b.double(), a.double()) * scale(module)
-            tensors[f"{module}.weight"] = (
-                tensors[f"{module}.weight"].double() + (product.T if "embedding" in part else product)
-            ).float()
+            whole = tensors[f"{module}.weight"]
+            flat = "embedding" in part or (conv1d and whole.shape != product.shape)
+            tensors[f"{module}.weight"] = (whole.double() + (product.T if flat else product)).float()
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((source / "config.json").read_text())

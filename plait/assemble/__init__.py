@@ -19,9 +19,9 @@ from plait.ir import kv_layouts, print_module, signature, weights
 from plait.ir.cover import cover
 from plait.ir.module import boundary
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
-from plait.ir.quantise import linear_weights
+from plait.ir.quantise import matrices
 from plait.registry import entry, load_backend
-from plait.report import render_report
+from plait.report import quantized_weights, render_report
 from plait.report.code import code_of, slice_code
 from plait.spec import Device, Manifest, ManifestSlice, Plan, PlannedSlice, WeightRef, digest, map_parts, to_yaml
 
@@ -131,7 +131,8 @@ def assemble(
             files = {os.path.relpath(path, root): facts for path, facts in checkpoint.files.items()}
             manifest = replace(manifest, weight_root=os.path.relpath(root, output), weights=files)
         codes = [code_of(*slice_code(folder / item.folder)) for item in made]
-        (folder / "report.html").write_text(render_report(plan, manifest, codes), "utf-8")
+        quantized = quantized_weights(folder, [item.folder for item in made])
+        (folder / "report.html").write_text(render_report(plan, manifest, codes, quantized), "utf-8")
         artifacts.seal(folder, manifest)
     return artifacts.read_artifact(output)
 
@@ -221,7 +222,7 @@ def _change(
     report says of them: how far each quantised one is from what it was."""
     item, refs = cut.planned, planned.checkpoint.weights
     assert refs is not None
-    quantised = {} if item.quantize is None else linear_weights(planned.module, *item.blocks)
+    quantised = {} if item.quantize is None else matrices(planned.module, *item.blocks)
     changes = find_changes(cut.module, refs, planned.adapters, quantised)
     if not changes:
         return {}, {}

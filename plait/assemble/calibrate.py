@@ -33,7 +33,7 @@ from plait.frontend.tokenizer import Tokenizer
 from plait.ir import print_module, signature, weights
 from plait.ir.dialect import verify
 from plait.ir.module import block_range, kv_classes, main, name_list, ops
-from plait.ir.ops import LinearOp, WeightOp
+from plait.ir.ops import ExpertsOp, LinearOp, WeightOp
 from plait.ir.passes import slice_modules
 from plait.ir.quant import quantise_types
 from plait.ir.types import element
@@ -53,7 +53,8 @@ class Calibration:
 
     Attributes:
         tokens: how many were run.
-        importance: by weight (out, in), the mean square of each of its inputs: (in,) in float64.
+        importance: by weight (..., out, in), the mean square of each of its inputs: (in,) in float64. Those of experts
+            are of all tokens, chosen or not; what the last matrix of an expert is given is not known.
     """
 
     tokens: int
@@ -123,12 +124,14 @@ def _batch(ids: Sequence[int]) -> Batch:
 
 
 def _tap(block: ModuleOp) -> dict[str, list[str]]:
-    """Make the inputs of a block's linears results too. Returns, by the result's name, the weights that take it."""
+    """Make the inputs of a block's linears results too, and those of its experts' gate and up. Returns, by the result's
+    name, the weights that take it."""
     readers: dict[SSAValue, list[str]] = defaultdict(list)
     for op in ops(block):
-        if isinstance(op, LinearOp):
-            assert isinstance(op.weight.owner, WeightOp)
-            readers[op.x].append(op.weight.owner.symbol.data)
+        if isinstance(op, LinearOp | ExpertsOp):
+            for value in (op.weight,) if isinstance(op, LinearOp) else (op.gate, op.up):
+                assert isinstance(value.owner, WeightOp)
+                readers[op.x].append(value.owner.symbol.data)
     names = {f"input.{index}": value for index, value in enumerate(readers)}
     function, outputs = main(block), signature(block).outputs | names
     returned = function.body.block.last_op

@@ -207,13 +207,14 @@ def _write_codes(out: BinaryIO, values: Array, kind: QuantType, importance: Arra
     """Codes, then scales. Parts are worked on by as many threads as there are cores, and written in their order."""
 
     def part(rows: slice) -> tuple[Array, Array, QuantError]:
-        codes, scale = quantise(values[rows], kind, importance)
-        error = QuantError.of(values[rows], kind, codes, scale, importance)
+        codes, scale = quantise(matrix[rows], kind, importance)
+        error = QuantError.of(matrix[rows], kind, codes, scale, importance)
         return pack_u4(codes) if kind.code_name == "u4" else codes, scale, error
 
+    matrix = values.reshape(-1, values.shape[-1])  # of a stack they stand one below the other
     total, scales = QuantError(), []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for codes, scale, error in pool.map(part, _row_parts(values)):
+        for codes, scale, error in pool.map(part, _row_parts(matrix)):
             out.write(codes.tobytes())
             scales.append(scale)
             total += error

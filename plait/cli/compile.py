@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -62,6 +60,7 @@ def command(
     from plait.assemble.changed import FILE as CHANGED
     from plait.cli.screen import Screen
     from plait.cli.tables import plan_tables, quantize_table, request_facts, warn_of_checks, warn_of_null
+    from plait.report import quantized_weights
     from plait.report.code import code_of, slice_code
     from plait.spec import to_dict
     from plait.words import bytes_text
@@ -123,12 +122,6 @@ def default_output(model: Path) -> Path:
     whole = Path(os.path.abspath(model))  # noqa: PTH100 - `..` has a name too, and links keep theirs
     name = whole.name if whole.is_dir() else whole.name.removesuffix(".index.json").rsplit(".", 1)[0]
     return Path(f"{name or 'model'}.plait")
-
-
-def quantized_weights(artifact: Path, folders: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What compile wrote of each weight that it quantised, by name."""
-    reports = (json.loads((artifact / folder / "report.json").read_text("utf-8")) for folder in folders)
-    return {name: facts for report in reports for name, facts in report.get("quantized", {}).items()}
 
 
 def folder_bytes(folder: Path) -> int:

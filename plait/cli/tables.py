@@ -116,16 +116,12 @@ def quantize_table(weights: Mapping[str, Mapping[str, Any]], *, everything: bool
 
     `output` is there where a text was given to calibrate on; see `plait.ir.quantise.QuantError`.
     """
-    ranked = sorted(weights.items(), key=lambda item: -item[1]["rms"])
-    shown = ranked if everything else ranked[:QUANTIZED_ROWS]
-    names = ["rms", "worst", *(name for name in ("output", "output_rounded") if name in ranked[0][1])]
-    rows = [
-        [name, facts["format"].removeprefix("!plait.quant"), *(f"{facts[column]:.2%}" for column in names)]
-        for name, facts in shown
-    ]
-    more = f", the {len(shown)} largest" if len(shown) < len(ranked) else ""
-    columns = ["name", "format", *(name.replace("_rounded", " uncalibrated") for name in names)]
-    return table(columns, rows, right=columns[2:], title=f"errors of {len(ranked)} quantised weights{more}")
+    from plait.report import quantized_rows
+
+    columns, rows = quantized_rows(weights)
+    shown = rows if everything else rows[:QUANTIZED_ROWS]
+    more = f", the {len(shown)} largest" if len(shown) < len(rows) else ""
+    return table(columns, shown, right=columns[2:], title=f"errors of {len(rows)} quantised weights{more}")
 
 
 def workload_text(work: Workload) -> str:

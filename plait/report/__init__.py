@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -23,6 +25,9 @@ SOURCES = {
     "roofline": "from peak, bandwidth and the fraction of them that is usually reached",
     "assumed": "a guess that nothing was measured for",
 }
+
+#: What `plait.ir.quantise.QuantError` counts, and what tables call it.
+_ERRORS = {"rms": "rms", "worst": "worst", "output": "output", "output_rounded": "output uncalibrated"}
 
 #: Parts narrower than this cannot be seen; their numbers stand below the bar.
 _VISIBLE = 0.1
@@ -56,9 +61,39 @@ class Row:
     cause: tuple[tuple[str, str], ...]
 
 
-def render_report(plan: Plan, manifest: Manifest, codes: Sequence[Code] = ()) -> str:
+def quantized_weights(artifact: Path, folders: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What the slices' reports say of each weight that compile quantised, by name."""
+    reports = (json.loads((artifact / folder / "report.json").read_text("utf-8")) for folder in folders)
+    return {name: facts for report in reports for name, facts in report.get("quantized", {}).items()}
+
+
+def quantized_rows(weights: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of how far weights that compile quantised are from what they were, the largest error first.
+
+    Args:
+        weights: as `quantized_weights` returns them.
+    """
+    known = [name for name in _ERRORS if any(name in facts for facts in weights.values())]
+    ranked = sorted(weights.items(), key=lambda item: -item[1]["rms"])
+    rows = [
+        [name, facts["format"].removeprefix("!plait.quant"), *(_percent(facts.get(column)) for column in known)]
+        for name, facts in ranked
+    ]
+    return ["name", "format", *(_ERRORS[name] for name in known)], rows
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def render_report(
+    plan: Plan,
+    manifest: Manifest,
+    codes: Sequence[Code] = (),
+    quantized: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
     """The HTML of an artifact's plan: table, memory, predictions, causes, idle devices, assumptions; with `codes`, one
-    for each slice, the machine code too.
+    for each slice, the machine code too; with `quantized`, see `quantized_rows`, those weights' errors.
 
     Self-contained: no script, no address outside the file. Every text is escaped.
     """
@@ -76,6 +111,7 @@ def render_report(plan: Plan, manifest: Manifest, codes: Sequence[Code] = ()) ->
         idle=idle_rows(plan),
         cause=_cause(plan.cause),
         codes=codes,
+        quantized=quantized_rows(quantized) if quantized else None,
         sources={name: SOURCES[name] for name in _sources(plan)},
         devices=[_device(device, plan.dtype) for device in plan.cluster.devices],
         links=_links(plan),

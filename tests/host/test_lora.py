@@ -124,6 +124,25 @@ def test_gguf_takes_adapters_by_the_names_of_the_model(source: Path, tmp_path: P
         plait.plan(gguf, "cpu", lora=vectors)
 
 
+FUSED: dict[str, dict[str, Any]] = {
+    "gpt2": {"target_modules": ["c_attn", "mlp.c_proj"], "modules_to_save": ["c_fc", "ln_1"], "fan_in_fan_out": True},
+    "gpt_neox": {"target_modules": ["query_key_value", "dense"]},
+    "phi3": {"target_modules": ["qkv_proj", "gate_up_proj"], "modules_to_save": ["down_proj"]},
+}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_tensors_that_hold_several_weights(family: str, tmp_path: Path) -> None:
+    """Fused q, k and v side by side and head by head, and matrices stored as (in, out)."""
+    source, conv1d = save(tmp_path / "source", family, num_hidden_layers=2), family == "gpt2"
+    adapter = save_adapter(tmp_path / "a", source, conv1d=conv1d, **FUSED[family])
+    ids = random_ids(24)
+    wide = merged(tmp_path / "wide", source, (adapter, lambda module: 2.0), conv1d=conv1d)
+    expected = reference_logits(wide, ids)
+    got = logits(source, tmp_path / "m.plait", ids, lora=adapter)
+    assert np.abs(got - expected).max() < 1e-5 * max(10.0, np.abs(expected).max())
+
+
 def test_a_fused_tensor_is_cut_as_the_weights_in_it_are(tmp_path: Path) -> None:
     """q is the first 4 rows of each 6, k the last 2; the table of a Conv1D lies transposed."""
     folder = tmp_path / "a"

@@ -73,8 +73,8 @@ def stored(folder: Path) -> dict[str, Array]:
             packed = str(tensors[name].dtype) == "torch.uint8"
             codes, scale = tensors[name].float().numpy(), tensors[f"{name}_scale"].numpy()
             if packed:
-                codes = np.stack([codes % 16, codes // 16], -1).reshape(len(codes), -1) - 8
-            found[name] = codes * scale.repeat(codes.shape[1] // scale.shape[1], 1)
+                codes = np.stack([codes % 16, codes // 16], -1).reshape(*codes.shape[:-1], -1) - 8
+            found[name] = codes * scale.repeat(codes.shape[-1] // scale.shape[-1], -1)
     return found
 
 
@@ -285,6 +285,33 @@ def test_calibrated_scales_are_written_and_reported(kind: str, source: Path, tex
         assert np.abs(pipe.logits(ids) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+def test_stacks_of_experts_are_quantised_too(text: Path, tmp_path: Path) -> None:
+    """gate and up are calibrated; what down is given is not known."""
+    source = save(tmp_path / "source", "mixtral", num_hidden_layers=2, tokenizer=True)
+    ids, out = random_ids(24), tmp_path / "m.plait"
+    made = plait.compile_artifact(source, "2xh100", output=out, layers=(1, 1), quantize="int4", calibrate=text)
+    weights, report = (
+        load_file(source / "model.safetensors"),
+        json.loads(next(out.glob("*/0-*/report.json")).read_text()),
+    )
+    stacks = {name: facts for name, facts in report["quantized"].items() if "experts" in name}
+    assert ["output" in facts for facts in stacks.values()] == [False, True, True]  # down, gate, up
+    changed = {}
+    for name, values in stored(out).items():
+        if "experts" not in name:
+            changed[name] = values
+            continue
+        prefix, part, _ = name.rsplit(".", 2)
+        for expert, matrix in enumerate(values):
+            own = f"{prefix}.{expert}.{ {'gate_proj': 'w1', 'down_proj': 'w2', 'up_proj': 'w3'}[part] }.weight"
+            changed[own] = matrix
+            if part == "down_proj":
+                np.testing.assert_array_equal(matrix, rounded(weights[own], "int4", 32))
+    expected = reference_logits(with_weights(tmp_path / "wide", source, changed), ids)
+    with plait.open(made, in_process=True) as pipe:
+        assert np.abs(pipe.logits(ids) - expected).max() < 1e-4 * np.abs(expected).max()
+
+
 def test_what_is_merged_and_what_is_quantised_already_is_quantised_from_its_values(
     source: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -362,6 +389,7 @@ def test_the_command_prints_the_errors(source: Path, text: Path, tmp_path: Path)
     assert result.exit_code == 0, result.output
     assert "errors of 14 quantised weights, the 8 largest" in result.stdout
     assert "output uncalibrated" in result.stdout and "changed weights inside" in result.stdout
+    assert "<h2>Quantised weights</h2>" in (tmp_path / "m.plait" / "report.html").read_text()
     data = json.loads(command("compile", source, "-o", tmp_path / "m.plait", *words, "--json").stdout)
     assert len(data["quantized"]) == 14
     assert {"format", "rms", "worst", "output", "output_rounded"} == set(next(iter(data["quantized"].values())))
