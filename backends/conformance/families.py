@@ -50,7 +50,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
 }
 
-CLAMPED = {"activation": "clamped_swiglu", "alpha": 1.7, "limit": 1.0}
+CLAMPED: dict[str, Any] = {"activation": "clamped_swiglu", "alpha": 1.7, "limit": 1.0}
 
 STACKS = ("gate", "up", "down")
 
@@ -204,9 +204,8 @@ def _compressed(b: Builder, x: SSAValue, index: int) -> SSAValue:
         return b.add(x, _plain(b, h, at, 80))
     routing = b.router(h, f"{at}router", EXPERTS, **{**ROUTERS["groups-top2"], "selection_bias": f"{at}selection"})
     names = (f"{at}gate", f"{at}up", f"{at}down")
-    return b.add(
-        x, b.add(b.experts(h, routing, names, INNER, experts_per_token=3), _plain(b, h, f"{at}shared.", INNER))
-    )
+    routed = b.experts(h, routing, names, INNER, experts_per_token=3)
+    return b.add(x, b.add(routed, _plain(b, h, f"{at}shared.", INNER)))
 
 
 def _parallel(b: Builder, x: SSAValue, index: int) -> SSAValue:
