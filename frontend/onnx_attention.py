@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plait.errors import UnsupportedError
 from plait.frontend.onnx_facts import SAMPLES, Array, Sample, describe
 from plait.frontend.onnx_file import ENCODINGS, dimensions, refuse
 from plait.frontend.onnx_nodes import MS, decimal, handles, part
@@ -154,8 +155,9 @@ def _attention(raiser: Raiser, node: ir.Node, qkv: list[Act], said: Heads, past:
         if value is None or made is None or not value.is_graph_input() or not made.is_graph_output():
             refuse("cache", f"{describe(node)} has no KV cache that goes into the graph and comes out of it",
                    hint="export the model with past key values")  # fmt: skip
-        if value.name in raiser.pasts - {known.name for known in node.inputs if known is not None}:
+        if value.name in raiser.attended:
             refuse("cache", f"{describe(node)} attends to {value.name!r}, as another node does")
+        raiser.attended.add(value.name or "")
         raiser.give(node, Cache(said.kv_heads, said.head_dim), 1 + index)
     raiser.attentions += 1
     arguments: dict[str, Any] = {
@@ -262,6 +264,8 @@ def _gathered(raiser: Raiser, node: ir.Node, cos: int, sin: int) -> tuple[Rope, 
         refuse("rope", f"{describe(node)} has no tables of cosines and sines")
     key = values[0].name or "", values[1].name or ""
     if key not in raiser.ropes:
+        if (reach := _reach(raiser, values[0])) < raiser.longest:
+            raiser.limit(reach)
         near = Sample(0, min(256, raiser.longest))
         far = [Sample(1 << n, 1) for n in range(8, raiser.longest.bit_length()) if 1 << n < raiser.longest]
         samples = [near, *(sample for sample in far if sample.past >= near.new)]
@@ -277,6 +281,25 @@ def _gathered(raiser: Raiser, node: ir.Node, cos: int, sin: int) -> tuple[Rope, 
         what = f"{describe(node)}: {key[0]!r}"
         raiser.ropes[key] = recover(cosines, sines, positions, cosines.dtype.name, what), 2 * cosines.shape[1]
     return raiser.ropes[key]
+
+
+def _reach(raiser: Raiser, value: ir.Value) -> int:
+    """How many positions there are rows for, up to the longest that is asked for."""
+
+    def there(positions: int) -> bool:
+        try:
+            raiser.facts.at(value, Sample(positions - 1, 1))
+        except UnsupportedError:
+            return False
+        return True
+
+    least, most = 1, raiser.longest
+    if there(most):
+        return most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if there(middle) else (least, middle)
+    return least
 
 
 def _window(raiser: Raiser, node: ir.Node, index: int, *, causal: bool) -> int | None:

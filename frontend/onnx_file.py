@@ -8,6 +8,7 @@ onnx.proto.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class OnnxFile:
                 f"it is a {type(tensor).__name__} of {tensor.dtype.name}, whose numbers the message spells out",
                 "save the model with raw or external data",
             )
+        if not isinstance(tensor.location, str):
+            raise damaged(self.path, f"the tensor {tensor.name!r} lies in {tensor.location!r}, which is no name")
         location = Path(tensor.location)
         if location.is_absolute() or ".." in location.parts:
             raise damaged(self.path, f"the tensor {tensor.name!r} lies in {str(location)!r}, outside of its folder")
@@ -120,18 +123,34 @@ def read_onnx_file(path: Path) -> OnnxFile:
     import onnx_ir as ir
 
     header = _header(path)
+    # What it warns of (a value that nothing makes) is refused where it is used.
+    logger = logging.getLogger("onnx_ir")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         model = ir.from_proto(onnx.ModelProto.FromString(header))
     except Exception as err:  # protobuf has errors of its own
         raise damaged(path, f"{type(err).__name__}: {err}"[:300]) from err
+    finally:
+        logger.setLevel(level)
     if not isinstance(model, ir.Model):
         raise damaged(path, "it holds no graph")
+    if strange := [name for name in _names(model) if not isinstance(name, str | None)]:
+        raise damaged(path, f"the name {strange[0]!r} is not UTF-8")
     for name, value in model.graph.initializers.items():
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value.base_dir = path.parent
         elif value.const_value is None:
             raise damaged(path, f"the tensor {name!r} has no data")
     return OnnxFile(path, model, {str(path): (_size(path), header_digest(header))})
+
+
+def _names(model: ir.Model) -> Iterator[Any]:
+    values = [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]
+    for node in model.graph:
+        yield from (node.name, node.op_type, node.domain, *node.attributes)
+        values += [*(value for value in node.inputs if value is not None), *node.outputs]
+    yield from (value.name for value in values)
 
 
 def identity(path: Path) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,16 +38,38 @@ def handles(
 
 
 def embeddings(raiser: Raiser, node: ir.Node) -> bool:
-    """Whether the node looks up the tokens' embeddings; then it is raised."""
-    if node.domain or node.op_type != "Gather" or node.inputs[1] is None or node.inputs[1].name not in TOKENS:
+    """Whether the node reads the tokens; then it looks up their embeddings, and is raised.
+
+    Raises UnsupportedError `onnx-node` where it does anything else with them.
+    """
+    if not any(value is not None and value.name in TOKENS for value in node.inputs) or node.op_type == "Shape":
         return False
-    table, axis = raiser.weight(node.inputs[0]), node.attributes.get("axis")
-    if table is None or len(table.shape) != 2 or (axis is not None and axis.value != 0):
-        refuse("node", f"{describe(node)} looks up tokens in what is no table of the file")
+    table = _table_of(raiser, node)
+    if table is None or len(table.shape) != 2 or node.inputs[1] is None or node.inputs[1].name not in TOKENS:
+        refuse("node", f"{describe(node)} looks up no tokens in a table of the file")
     name, (rows, width) = raiser.use(table), table.shape
     step = raiser.tape.add(lambda b: b.embed(name, rows, width))
     raiser.give(node, Act(step, width, (1, -1, width)))
     return True
+
+
+def _table_of(raiser: Raiser, node: ir.Node) -> WeightRef | None:
+    given = {name: attribute.value for name, attribute in node.attributes.items()}
+    if (node.domain, node.op_type) == ("", "Gather"):
+        return raiser.weight(node.inputs[0]) if given.get("axis", 0) == 0 else None
+    if (node.domain, node.op_type) != (MS, "GatherBlockQuantized"):
+        return None
+    data = node.inputs[0]
+    lookup = None if data is None else data.producer()
+    parts = [raiser.weight(value) for value in node.inputs[2:4]]
+    weight = raiser.weight(data if lookup is None or lookup.op_type != "Reshape" else lookup.inputs[0])
+    expected = {"gather_axis": 0, "quantize_axis": 1} | {name: given.get(name) for name in ("bits", "block_size")}
+    if weight is None or weight.encoding != "u8" or not parts or parts[0] is None or given != expected:
+        return None
+    rows, groups = parts[0].shape[0], prod(parts[0].shape[1:])
+    size = rows, groups * given["block_size"]
+    zero = parts[1] if len(parts) > 1 else None
+    return codes(weight, parts[0], zero, size, given["bits"], given["block_size"], describe(node))
 
 
 @handles("", "MatMul", inputs=2)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plait.frontend.onnx_facts import INPUTS, SAMPLES, Array, Facts, Sample, describe
-from plait.frontend.onnx_file import OnnxFile, refuse
+from plait.frontend.onnx_file import OnnxFile, damaged, refuse
 from plait.frontend.onnx_tape import Emit, Kind, Tape
 from plait.frontend.onnx_weights import transposed
 from plait.ir import Rope
@@ -120,6 +120,7 @@ class Raiser:
     symbols: dict[str, Symbol | Cache] = field(default_factory=dict)
     written: dict[Symbol, Act] = field(default_factory=dict)
     pasts: set[str] = field(default_factory=set)
+    attended: set[str] = field(default_factory=set)
     attentions: int = 0
 
     def __post_init__(self) -> None:
@@ -154,7 +155,7 @@ class Raiser:
             )
         given = {name: attribute.value for name, attribute in node.attributes.items()}
         for name, value in given.items():
-            value = value.decode() if isinstance(value, bytes) else value
+            value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
             if name not in handler.attributes and value not in handler.only.get(name, ()):
                 allowed = handler.only.get(name)
                 why = f"only {' or '.join(map(str, allowed))} is" if allowed else "plait does not know this attribute"
@@ -162,7 +163,11 @@ class Raiser:
         for index, extra in enumerate(node.inputs):
             if index >= handler.inputs and extra is not None:
                 refuse("attribute", f"{describe(node)}: its input {index}, {extra.name!r}, is not raised")
-        handler.handle(self, node, dict(handler.attributes) | given)
+        try:
+            handler.handle(self, node, dict(handler.attributes) | given)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as err:
+            # An input that is missing, an attribute of another type.
+            raise damaged(self.file.path, f"{describe(node)} is no such node: {type(err).__name__}: {err}") from err
 
     def is_symbol(self, value: ir.Value | None) -> bool:
         return value is not None and value.name in self.symbols
