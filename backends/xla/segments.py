@@ -81,8 +81,8 @@ def _steps(module: ModuleOp) -> list[Step]:
         if isinstance(op, WeightOp):
             continue
         if isinstance(op, AddRmsNormOp):
-            # The sum belongs to the block that made its terms.
-            block = max((made_in[x] for x in (op.x, op.y) if x in made_in), default=op.block_index)
+            # The sum belongs to the block that made its terms, or to none: the first block so begins as others do.
+            block = max((made_in[x] for x in (op.x, op.y) if x in made_in), default=None)
             new = [
                 _step(op, AddOp.name, traces[0], (op.x, op.y), (op.sum,), block),
                 _step(op, RmsNormOp.name, traces[1], (op.sum,), (op.normed,), op.block_index),
