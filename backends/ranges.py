@@ -214,8 +214,7 @@ def read_bytes(
     count = form.rows if rows is None else len(rows)
     if out is None:
         out = np.empty((form.matrices, count, form.line_bytes), np.uint8)
-    parts = _runs(form, rows)
-    if count * form.line_bytes < GAP_BYTES * len(parts) and len(parts) > 1:
+    if not in_runs(form, rows):
         for chunk in chunks(ref, root, rows):
             if check is not None:
                 check(chunk.raw)
@@ -224,7 +223,7 @@ def read_bytes(
     step = max(1, CHUNK_BYTES // max(1, form.line_bytes)) * max(1, form.line_bytes)
     with opened(ref, root) as file:
         for matrix in range(form.matrices):
-            for start, stored, length in parts:
+            for start, stored, length in _runs(form, rows):
                 run = out[matrix, start : start + length].reshape(-1)
                 offset = (matrix * form.lines + stored) * form.line_bytes
                 for at in range(0, len(run), step):
@@ -233,6 +232,15 @@ def read_bytes(
                     if check is not None:
                         check(piece)
     return out
+
+
+def in_runs(form: Layout, rows: Index | None) -> bool:
+    """Whether rows stand in runs that are long enough to be read one by one, with nothing between them. The lines of a
+    transposed matrix hold every row."""
+    parts = _runs(form, rows)
+    return not form.transposed and (
+        len(parts) < 2 or sum(part[2] for part in parts) * form.line_bytes >= GAP_BYTES * len(parts)
+    )
 
 
 def put(out: NDArray[Any], values: NDArray[Any], first: int, form: Layout, rows: Index | None) -> None:

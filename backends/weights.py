@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.backends.codes import BLOCKS, check_finite, finite, unpack
-from plait.backends.ranges import Chunk, Layout, chunks, layout, members, put, read_bytes, taken
+from plait.backends.ranges import Chunk, Layout, chunks, in_runs, layout, members, put, read_bytes, taken
 from plait.backends.scales import read_scales
 from plait.errors import CheckpointError, UserError, did_you_mean
 from plait.ir.numbers import NUMPY
@@ -47,7 +48,7 @@ def read_weight(ref: WeightRef, dtype: str, root: Path | None = None, out: Array
             that is none), `weight-overflow` (a value too large for `dtype`).
     """
     out = _place(ref.shape, dtype, out)
-    _fill(out, [ref], dtype, root)
+    _fill([out], [ref], dtype, root)
     return out
 
 
@@ -55,12 +56,31 @@ def read_stacked(refs: Sequence[WeightRef], dtype: str, root: Path | None = None
     """Weights one behind the other along their first dimension, as `read_weight` reads each. Neighbours that are rows
     of one stored tensor (fused q, k and v) are read together, each byte once."""
     out = _place((sum(ref.shape[0] for ref in refs), *refs[0].shape[1:]), dtype, out)
+    ends = np.cumsum([ref.shape[0] for ref in refs])
+    places = [out[end - ref.shape[0] : end] for ref, end in zip(refs, ends, strict=True)]
     start = 0
-    for group in _together(refs):
-        end = start + sum(ref.shape[0] for ref in group)
-        _fill(out[start:end], group, dtype, root)
+    for _, group in groupby(range(len(refs)), lambda index: stored_of(refs[index]) or index):
+        end = start + len(list(group))
+        _fill(places[start:end], refs[start:end], dtype, root)
         start = end
     return out
+
+
+def read_together(refs: Sequence[WeightRef], dtype: str, root: Path | None = None) -> list[Array]:
+    """Weights of one `stored_of`, as `read_weight` reads each, with each byte read once."""
+    places = [_place(ref.shape, dtype, None) for ref in refs]
+    _fill(places, refs, dtype, root)
+    return places
+
+
+def stored_of(ref: WeightRef) -> WeightRef | None:
+    """The stored tensor that a weight takes some rows of, the same for all weights that do; None of other weights."""
+    return None if ref.rows is None or ref.stack else replace(ref, name="", shape=(), rows=None)
+
+
+def is_interleaved(ref: WeightRef) -> bool:
+    """Whether reading a weight that is rows of a tensor takes more bytes than its own: gate and up in turn."""
+    return stored_of(ref) is not None and not in_runs(layout(ref), taken(ref))
 
 
 def _place(shape: tuple[int, ...], dtype: str, out: Array | None) -> Array:
@@ -72,36 +92,29 @@ def _place(shape: tuple[int, ...], dtype: str, out: Array | None) -> Array:
     return out
 
 
-def _together(refs: Sequence[WeightRef]) -> list[list[WeightRef]]:
-    """Weights, with those in one list that are rows of one stored tensor and follow one another."""
-    groups: list[list[WeightRef]] = []
-    for ref in refs:
-        last = groups[-1][0] if groups else None
-        same = last is not None and replace(ref, name=last.name, shape=last.shape, rows=last.rows) == last
-        if same and ref.rows is not None and len(ref.shape) < 3:
-            groups[-1].append(ref)
-        else:
-            groups.append([ref])
-    return groups
-
-
-def _fill(out: Array, refs: Sequence[WeightRef], dtype: str, root: Path | None) -> None:
+def _fill(outs: Sequence[Array], refs: Sequence[WeightRef], dtype: str, root: Path | None) -> None:
     """Read weights that are rows of one stored tensor; a single one need not be."""
     ref = refs[0]
     if ref.stack:
-        for member, part in zip(members(ref), out, strict=True):
+        for member, part in zip(members(ref), outs[0], strict=True):
             read_weight(member, dtype, root, part)
         return
-    form, *_ = [layout(member) for member in refs]
-    every = [rows for member in refs if (rows := taken(member)) is not None]
-    rows = np.concatenate(every) if every else None
-    place = out.reshape(form.matrices, form.rows if rows is None else len(rows), form.width)
-    if ref.encoding == dtype and form.is_plain:
-        read_bytes(ref, root, rows, partial(check_finite, ref=ref), place.view(np.uint8))
+    form, *_ = [layout(one) for one in refs]
+    every = [taken(one) for one in refs]
+    places = [
+        out.reshape(form.matrices, form.rows if rows is None else len(rows), form.width)
+        for out, rows in zip(outs, every, strict=True)
+    ]
+    if ref.encoding == dtype and all(in_runs(form, rows) for rows in every):
+        for place, rows in zip(places, every, strict=True):
+            read_bytes(ref, root, rows, partial(check_finite, ref=ref), place.view(np.uint8))
         return
+    some = [rows for rows in every if rows is not None]
     multiple, decode = _decoder(ref, form, root)
-    for chunk in chunks(ref, root, rows, multiple):
-        put(place[chunk.matrix], _cast(decode(chunk), dtype, ref), chunk.first, form, rows)
+    for chunk in chunks(ref, root, np.concatenate(some) if some else None, multiple):
+        values = _cast(decode(chunk), dtype, ref)
+        for place, rows in zip(places, every, strict=True):
+            put(place[chunk.matrix], values, chunk.first, form, rows)
 
 
 BESIDE = "./"

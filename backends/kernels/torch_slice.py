@@ -19,13 +19,13 @@ from plait.backends.kernels.attention import Cache
 from plait.backends.kernels.lowering import check_weights, dequantised
 from plait.backends.kernels.step import Step
 from plait.backends.kernels.torch_eager import LOWERING
-from plait.backends.weights import read_stacked, read_weight, read_weights_json
+from plait.backends.weights import is_interleaved, read_stacked, read_together, read_weights_json, stored_of
 from plait.ir import kv_layouts, read_module, signature, weights
 from plait.ir.module import ops
 from plait.ir.numbers import NUMPY
 from plait.ir.ops import SCORING, PlaitOp, WeightOp
 from plait.ir.types import KVType, dtype_name
-from plait.spec import KVLayout, kv_class
+from plait.spec import KVLayout, WeightRef, kv_class
 
 Call = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A kernel, the slots it reads, the slots it writes, and the slots nobody reads afterwards."""
@@ -47,6 +47,11 @@ class TorchSlice:
         check_weights(module, self._refs)
         self._dequantised = dequantised(module)
         self._held: dict[tuple[str, str], Tensor] = {}
+        # What is read with the same bytes is kept until it is asked for.
+        self._interleaved: dict[WeightRef | None, list[str]] = {}
+        for name, ref in self._refs.items():
+            if is_interleaved(ref):
+                self._interleaved.setdefault(stored_of(ref), []).append(name)
         sig = signature(module)
         self._outputs = {name: isinstance(value.owner, SCORING) for name, value in sig.outputs.items()}
         self._input_names = list(sig.inputs)
@@ -107,13 +112,14 @@ class TorchSlice:
     def weight(self, name: str, dtype: str) -> Tensor:
         """See `torch_eager.Slice`."""
         key = name, dtype
-        if key in self._held:
-            return self._held[key]
-        tensor = to_torch(read_weight(self._refs[name], dtype, self._root))
-        self._sizes[name] = tensor.nbytes
-        if self.is_shared(name):
-            self._held[key] = tensor
-        return tensor
+        if key not in self._held:
+            names = self._interleaved.get(stored_of(self._refs[name]), [name])
+            for one, array in zip(
+                names, read_together([self._refs[one] for one in names], dtype, self._root), strict=True
+            ):
+                self._held[one, dtype] = to_torch(array)
+                self._sizes[one] = array.nbytes
+        return self._held[key] if self.is_shared(name) else self._held.pop(key)
 
     def stacked(self, names: Sequence[str], dtype: str) -> Tensor:
         """See `torch_eager.Slice`. What another op holds too is read again."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ def bytes_read() -> int:
 def load(backend: str, folder: Path, index: int) -> tuple[Executable, Path]:
     artifact = read_artifact(folder)
     part = artifact.manifest.slices[index]
-    options = LoadOptions({"full": 1}, artifact.manifest.page_tokens, threads=1, weight_root=artifact.weight_root)
+    one_page: Mapping[str, int] = defaultdict(lambda: 1)
+    options = LoadOptions(one_page, artifact.manifest.page_tokens, threads=1, weight_root=artifact.weight_root)
     return load_backend(backend).load(folder / part.folder, part.device, options), folder / part.folder
 
 

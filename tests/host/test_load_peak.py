@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from plait import compile_artifact
+from plait.backends.weights import read_weights_json
+from plait.spec import parts
 from tests.checkpoints import save
+from tests.host.load_probe import load
 
 BACKENDS = {"cpu": "cpu", "xla": "v5e"}
 ROOT = Path(__file__).parents[2]
@@ -67,3 +70,26 @@ def test_a_slice_takes_its_own_bytes_and_one_tensor(backend: str, dtype: str, in
     assert found["weight_bytes"] == found["slice"] // (1 if dtype == "float32" else 2)
     assert found["weight_bytes"] <= found["held"] < found["weight_bytes"] + SLACK_BYTES
     assert found["peak"] < found["weight_bytes"] + found["largest"] + SLACK_BYTES
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "falcon", "gpt_oss", "deepseek_v3"])
+def test_fused_tensors_are_read_once(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v that are rows of one tensor, of a transposed one, gate and up in turn, two halves of a latent."""
+    compile_artifact(save(tmp_path / "m", family), "cpu", dtype="float32", output=tmp_path / "m.plait")
+    real, asked = os.preadv, 0
+
+    def counted(*arguments: Any) -> int:
+        nonlocal asked
+        got = real(*arguments)
+        asked += got
+        return got
+
+    monkeypatch.setattr(os, "preadv", counted)
+    executable, folder = load("cpu", tmp_path / "m.plait", 0)
+    executable.close()
+    refs = read_weights_json(folder / "weights.json").values()
+    size = sum(
+        nbytes for _, _, nbytes in {(part.file, part.offset, part.nbytes) for ref in refs for part in parts(ref)}
+    )
+    # A bias of each expert is a vector of its own, and read for gate and for up.
+    assert size <= asked <= size * (1.01 if family == "gpt_oss" else 1)

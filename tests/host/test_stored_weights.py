@@ -17,7 +17,14 @@ import pytest
 from numpy.typing import NDArray
 
 from plait.backends.quantised import read_quantised
-from plait.backends.weights import read_stacked, read_weight, read_weights_json, weights_json
+from plait.backends.weights import (
+    is_interleaved,
+    read_stacked,
+    read_together,
+    read_weight,
+    read_weights_json,
+    weights_json,
+)
 from plait.errors import CheckpointError
 from plait.ir.numbers import NUMPY
 from plait.ir.quant import GGUF, quant_type
@@ -298,6 +305,27 @@ def test_fused_q_k_and_v_are_read_together(
     out = np.empty(expected.shape, NUMPY[dtype])
     assert read_stacked(mixed, dtype, out=out) is out
     assert np.array_equal(out, expected.astype(NUMPY[dtype]))
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "float32"), ("float32", "bfloat16"), ("Q8_0", "float32")])
+def test_gate_and_up_in_turn_are_read_together(
+    stored: str, dtype: str, ranges: list[tuple[int, int]], files: Files, rng: np.random.Generator
+) -> None:
+    """GPT-OSS's: two weights of (experts, rows, columns) whose rows alternate."""
+    values = rng.normal(size=(3, 96, 64)).astype(np.float32)
+    if stored != "float32":
+        raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[stored])
+        ref, values = files.put("w", raw, stored, values.shape), of_package(raw, stored)
+    else:
+        ref = files.put("w", values, stored)
+    refs = [replace(ref, name=f"w{at}", shape=(3, 48, 64), rows=Rows(48, 2, (Piece(at, 1),))) for at in (0, 1)]
+    assert all(is_interleaved(one) for one in refs)
+    gate, up = read_together(refs, dtype)
+    assert np.array_equal(gate, values[:, ::2].astype(NUMPY[dtype]))
+    assert np.array_equal(up, values[:, 1::2].astype(NUMPY[dtype]))
+    read_once(ranges, ref)
+    assert not is_interleaved(ref)
+    assert not is_interleaved(replace(ref, shape=(3, 48, 64), rows=Rows(1, 96, (Piece(48, 48),))))
 
 
 def test_fused_biases_are_read_together_too(files: Files) -> None:
