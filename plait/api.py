@@ -337,9 +337,12 @@ def _quantised(checkpoint: Checkpoint, module: ModuleOp, choices: Mapping[str, C
 
 def _merged_note(adapter: Adapter, checkpoint: Checkpoint) -> str:
     """What a user should know of weights that an adapter changes."""
+    from plait.ir.quant import quant_type
+
     stored = checkpoint.weights or {}
-    quantised = sum(ref.scale is not None for name, ref in stored.items() if name in adapter.changed)
-    said = f"the adapter {adapter.name} is merged into {len(adapter.changed)} weights in float32"
+    quantised = sum(quant_type(ref) is not None for name, ref in stored.items() if name in adapter.changed)
+    count = len(adapter.changed)
+    said = f"the adapter {adapter.name} is merged into {count} {'weight' if count == 1 else 'weights'} in float32"
     return f"{said}; {quantised} of them were stored quantised and no longer are" if quantised else said
 
 

@@ -1,7 +1,8 @@
 """The artifact: the directory that compile writes and open checks.
 
     model.plait/  manifest.json  plan.yaml  module.mlir  report.html  tokenizer.json  generation.json
-                  slices/0-h100/  slice.mlir  weights.json  report.json  and what the backend adds
+                  slices/0-h100/  slice.mlir  weights.json  report.json  and what the backend adds;
+                                  changed.safetensors, where weights were merged or quantised; weights.bin, embedded
 
 Nothing half-written survives: everything goes to a temporary directory beside the target, renamed at the end.
 """

@@ -38,6 +38,7 @@ FILE = "changed.safetensors"
 _STORED = {encoding: (name, size) for name, (encoding, size) in ENCODINGS.items()} | {"i8": ("I8", 1), "u4": ("U8", 1)}
 """Encoding -> safetensors dtype and bytes of one element. 4-bit codes stand two in a byte."""
 
+_MOST_THREADS = 16
 _PART_ELEMENTS = 1 << 17
 """Rows that are worked on at a time have so many elements, or one row more."""
 
@@ -204,7 +205,7 @@ def _write_values(out: BinaryIO, values: Array, name: str, dtype: str) -> None:
 
 
 def _write_codes(out: BinaryIO, values: Array, kind: QuantType, importance: Array | None) -> QuantError:
-    """Codes, then scales. Parts are worked on by as many threads as there are cores, and written in their order."""
+    """Codes, then scales. Parts are worked on by some threads side by side, and written in their order."""
 
     def part(rows: slice) -> tuple[Array, Array, QuantError]:
         codes, scale = quantise(matrix[rows], kind, importance)
@@ -213,7 +214,7 @@ def _write_codes(out: BinaryIO, values: Array, kind: QuantType, importance: Arra
 
     matrix = values.reshape(-1, values.shape[-1])  # of a stack they stand one below the other
     total, scales = QuantError(), []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         for codes, scale, error in pool.map(part, _row_parts(matrix)):
             out.write(codes.tobytes())
             scales.append(scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from safetensors.torch import load_file as load_torch
 
 import plait
 from plait.assemble.calibrate import calibrate
+from plait.assemble.changed import Change, write_changed
 from plait.backends.cuda import BACKEND as CUDA
 from plait.backends.kernels.gpu.interpreted import Interpreted
 from plait.backends.rocm import BACKEND as ROCM
 from plait.errors import CheckpointError, FitError, PlanError, UnsupportedError, UsageError, UserError
 from plait.frontend.checkpoint import open_checkpoint
+from plait.frontend.safetensors import read_file
 from plait.ir.numbers import dequantise
 from plait.ir.quantise import QUANT_KINDS, RATIOS, QuantError, kind_of, quantise
 from plait.spec import to_yaml
@@ -374,6 +377,23 @@ def test_nothing_half_written_is_left(source: Path, text: Path, tmp_path: Path) 
     with pytest.raises(UnsupportedError, match="not whole bytes"):
         plait.plan(odd, "cpu", quantize="int4")
     assert plait.plan(odd, "cpu", quantize="int8").slices[0].quantize == "int8"
+
+
+def test_memory_is_that_of_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MB in weights of 4 MB: one in float32, its codes, and what parts of it take while they are worked on."""
+    rng = np.random.default_rng(0)
+    tensors = {f"w{i}": rng.standard_normal((1024, 1024)).astype(np.float32) for i in range(16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    kind = kind_of("int8", None, "w", (1024, 1024))
+    refs = read_file(tmp_path / "model.safetensors").weights
+    changes = {name: Change(ref, kind) for name, ref in refs.items()}
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    tracemalloc.start()
+    write_changed(tmp_path, changes, {})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 4 * 2**20 < peak < 16 * 2**20
 
 
 def test_a_config_alone_plans_what_will_be_quantised(source: Path, tmp_path: Path) -> None:
