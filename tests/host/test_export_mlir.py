@@ -242,29 +242,6 @@ def test_what_cannot_be_written_is_refused_by_name() -> None:
     assert "plait.attention (block 0)" in caught.value.what and "e4m3fn" in str(caught.value).lower()
 
 
-def test_sinks_softcap_and_gelu_are_what_the_oracle_says() -> None:
-    from plait.backends.conformance.models import random_weights
-    from plait.backends.conformance.script import Player, Script, Turn
-    from plait.ir import kv_classes
-    from plait.ir.oracle import Oracle
-
-    b = Builder("m", "float32")
-    x = b.embed("e", 61, 48)
-    b.block = 0
-    q, k, v = (b.linear(x, name, width) for name, width in (("q", 64), ("k", 32), ("v", 32)))
-    y = b.attention(q, k, v, heads=4, kv_heads=2, head_dim=16, scale=0.5, window=3, softcap=2.0, sinks="s")
-    module = b.finish({"y": b.gelu_mul(y, y, "tanh")})
-    tensors = random_weights(module)
-    player = Player(Script((Turn({0: 7}),), 4), kv_classes(module), 61)
-    _, plain = player.batches(player.script.turns[0])
-    want = Oracle(module, tensors, player.plain_pages, 4).step(plain)["y"]
-    run = Torch(module, Shape(1, 7, 8))
-    step = {"tokens": torch.from_numpy(plain.tokens[None]), "kv_lens": torch.tensor([7], dtype=torch.int32)}
-    given = step | {name: torch.from_numpy(value) for name, value in tensors.items()}
-    got = run([given.get(a.name, torch.zeros(a.shape)) for a in run.slice.arguments])[0]
-    np.testing.assert_allclose(got.numpy(), want, rtol=2e-5, atol=2e-6)
-
-
 def test_without_torch_mlir_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch_mlir" else found(name))

@@ -6,21 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from plait.backends.kernels.lowering import operand_dtype, weight_name
 from plait.backends.kernels.matmul import Product, product
+from plait.backends.kernels.mixture import EXPERTS, ROUTER, SCORING, activation, counted
 from plait.backends.kernels.step import Step
 from plait.backends.kernels.torch_eager.table import LOWERING, Bind, Kernel, Slice
 from plait.ir.ops import ExpertsOp, RouterOp
 from plait.ir.ops.base import number
-
-Activation = Callable[[Tensor, Tensor], Tensor]
-
-_SCORING: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda raw: torch.softmax(raw, 1),
-    "sigmoid": torch.sigmoid,
-}
 
 _GROUP_SCORE: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda grouped: grouped.amax(2),
@@ -33,22 +26,12 @@ def first_largest(values: Tensor, count: int) -> Tensor:
     return torch.argsort(values, dim=1, descending=True, stable=True)[:, :count]
 
 
-@LOWERING.emits(
-    RouterOp,
-    "selection_bias",
-    "experts_per_token",
-    "scoring",
-    "normalise",
-    "scale",
-    "groups",
-    "groups_per_token",
-    "group_score",
-)
+@LOWERING.emits(RouterOp, *ROUTER)
 def _router(op: RouterOp) -> Bind:
     """All in float32: in 16 bits other experts would often be chosen."""
     dtype, name = operand_dtype(op, op.x), weight_name(op, op.weight)
     bias, selection = (None if v is None else weight_name(op, v) for v in (op.bias, op.selection_bias))
-    score, choose = _SCORING[op.scoring.data], _chooser(op)
+    score, choose = SCORING[op.scoring.data], _chooser(op)
     least, scale = number(op.normalise), number(op.scale)
 
     def bind(where: Slice) -> Kernel:
@@ -59,11 +42,7 @@ def _router(op: RouterOp) -> Bind:
         def run(step: Step, x: Tensor) -> Tensor:
             scores = score(linear(x.float()))
             chosen = choose(scores if preference is None else scores + preference)
-            counts = scores.gather(1, chosen)
-            if least is not None:
-                counts = counts / (counts.sum(1, keepdim=True) + least)
-            if scale is not None:
-                counts = counts * scale
+            counts = counted(scores.gather(1, chosen), least, scale)
             return torch.zeros_like(scores).scatter_(1, chosen, counts)
 
         return run
@@ -87,28 +66,7 @@ def _chooser(op: RouterOp) -> Callable[[Tensor], Tensor]:
     return choose
 
 
-def _clamped_swiglu(alpha: float, limit: float) -> Activation:
-    def run(gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + 1)
-
-    return run
-
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": lambda gate, up: F.silu(gate) * up,
-    "gelu": lambda gate, up: F.gelu(gate) * up,
-    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-}
-
-
-def activation(op: ExpertsOp) -> Activation:
-    """Of gate and up in float32."""
-    alpha, limit = number(op.alpha), number(op.limit)
-    return _ACTIVATIONS[op.activation.data] if alpha is None or limit is None else _clamped_swiglu(alpha, limit)
-
-
-@LOWERING.emits(ExpertsOp, "gate_bias", "up_bias", "down_bias", "experts_per_token", "activation", "alpha", "limit")
+@LOWERING.emits(ExpertsOp, *EXPERTS)
 def _experts(op: ExpertsOp) -> Bind:
     dtype, stacks = operand_dtype(op, op.x), [weight_name(op, stack) for stack in op.stacks]
     biases: Sequence[str | None] = [weight_name(op, bias) for bias in op.biases] or (None, None, None)
