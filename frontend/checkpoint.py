@@ -137,17 +137,17 @@ def _open_json(path: Path, override: Path | None) -> Checkpoint:
 
 def _open_gguf(path: Path, override: Path | None) -> Checkpoint:
     from plait.frontend.gguf import read_gguf
-    from plait.frontend.gguf_tokenizer import tokenizer_config
+    from plait.frontend.gguf.tokenizer import tokenizer_config
 
     if override is not None:
         raise UsageError("config-twice", f"--config was given, and {path.name} carries its own config")
     file = read_gguf(path)
-    config = read_config(file.config, f"the metadata of {path}")
+    config, weights = file.decoder()
     assert config.dtype is not None, "read_gguf states the dtype"
     return Checkpoint(
         name=path.stem,
         config=config,
-        weights=apply_views(file.tensors.weights, family(config.family).views(config), str(path)),
+        weights=weights,
         files=file.tensors.files,
         dtype=config.dtype,
         tokenizer=path if "tokenizer.ggml.model" in file.metadata else None,

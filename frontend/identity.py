@@ -21,9 +21,10 @@ def _safetensors(path: Path) -> tuple[int, str]:
 
 
 def _gguf(path: Path) -> tuple[int, str]:
-    from plait.frontend import gguf
+    from plait.frontend.gguf.header import read_header
 
-    return gguf.read_gguf(path).tensors.files[str(path)]
+    _, _, digest, size = read_header(path)
+    return size, digest
 
 
 def _program(path: Path) -> tuple[int, str]:

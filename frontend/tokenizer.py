@@ -213,10 +213,11 @@ def tokenizer_text(path: Path | None) -> str:
             hint="put the model's tokenizer.json beside its weights, or work with token ids",
         )
     if path.suffix == ".gguf":
-        from plait.frontend.gguf import read_gguf
-        from plait.frontend.gguf_tokenizer import tokenizer_json
+        from plait.frontend.gguf.header import read_header
+        from plait.frontend.gguf.tokenizer import tokenizer_json
 
-        return tokenizer_json(read_gguf(path).metadata, str(path))
+        metadata, *_ = read_header(path)
+        return tokenizer_json(metadata, str(path))
     return read_text(path)
 
 

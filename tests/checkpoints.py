@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from plait.spec import Piece, Rows
 from tests.families import VOCABULARY, config_of, draw, model_class
+from tests.gguf_files import save_gguf as save_gguf
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
@@ -204,85 +204,3 @@ def save_tokenizer(folder: Path) -> Path:
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-def save_gguf(path: Path, folder: Path, quant: str = "Q8_0", metadata: dict[str, Any] | None = None) -> Path:
-    """A GGUF file of the Llama or Qwen2 checkpoint in `folder`, laid out as llama.cpp's converter does.
-
-    Args:
-        quant: type of the matrices; norms and biases are F32.
-        metadata: more keys, or other values for the usual ones; None removes a key.
-    """
-    from safetensors.numpy import load_file
-
-    config = json.loads((folder / "config.json").read_text())
-    architecture = config["model_type"]
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in (_gguf_metadata(architecture, config) | (metadata or {})).items():
-        _add(writer, key, value)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        array = tensor.astype(np.float32)
-        if architecture == "llama" and "q_proj" in name:
-            array = _interleave(array, config["num_attention_heads"])
-        if architecture == "llama" and "k_proj" in name:
-            array = _interleave(array, config["num_key_value_heads"])
-        kind = gguf.GGMLQuantizationType[quant if array.ndim > 1 else "F32"]
-        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _gguf_metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
-    own = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
-    }
-    return {f"{architecture}.{key}": value for key, value in own.items()}
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, list):
-        writer.add_array(key, value)
-
-
-def _interleave(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of each head from halves to pairs, as llama.cpp's converter permutes q and k of the llama architecture."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _gguf_name(name: str) -> str:
-    parts = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "model.layers.": "blk.",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    for theirs, ours in parts.items():
-        name = name.replace(theirs, ours)
-    return name

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from plait.errors import CheckpointError, PlaitError, UnsupportedError, UserError
-from plait.frontend.gguf_tokenizer import tokenizer_config, tokenizer_json
+from plait.frontend.gguf.tokenizer import tokenizer_config, tokenizer_json
 from plait.frontend.tokenizer import DoubleBosWarning, Tokenizer
 from tests.checkpoints import CHAT_TEMPLATE, save_tokenizer
 

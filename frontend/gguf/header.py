@@ -34,7 +34,17 @@ ENCODINGS: dict[str, Encoding] = {
     "BF16": "bfloat16",
     "Q4_0": "Q4_0",
     "Q4_1": "Q4_1",
+    "Q5_0": "Q5_0",
+    "Q5_1": "Q5_1",
     "Q8_0": "Q8_0",
+    "Q2_K": "Q2_K",
+    "Q3_K": "Q3_K",
+    "Q4_K": "Q4_K",
+    "Q5_K": "Q5_K",
+    "Q6_K": "Q6_K",
+    "IQ4_NL": "IQ4_NL",
+    "IQ4_XS": "IQ4_XS",
+    "MXFP4": "MXFP4",
 }
 """GGML type -> encoding. Every other type is refused by name."""
 
@@ -181,7 +191,7 @@ def _place(cursor: _Cursor, records: list[Record], alignment: int) -> dict[str, 
             "gguf-tensor-type",
             f"{cursor.path}: {len(refused)} tensors of types plait does not dequantise: {some(refused)}",
             why=f"read are {', '.join(ENCODINGS)}",
-            hint="quantise the model to Q4_0, Q4_1 or Q8_0",
+            hint="quantise the model to one of these",
         )
     start, due = _round_up(cursor.at, alignment), 0
     tensors: dict[str, WeightRef] = {}
