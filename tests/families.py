@@ -81,6 +81,15 @@ FAMILIES: dict[str, Tiny] = {
         mlp_only_layers=[1],
         norm_topk_prob=True,
     ),
+    "qwen3_moe-window": _one(
+        "Qwen3Moe",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        use_sliding_window=True,
+        sliding_window=8,
+    ),
     "ministral": _one(
         "Ministral",
         head_dim=16,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from plait.errors import UnsupportedError
 from plait.frontend.config import DecoderConfig, Experts, Layer, QKNorm, read_activation
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.qwen2 import read_windows
 from plait.frontend.families.reading import expert_views, read_attentions, read_blocks, read_mlp, read_model, rms
 from plait.frontend.views import View
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     bias, norm, blocks = reader.flag("attention_bias"), rms(reader), read_blocks(reader)
-    windows = read_windows(reader, blocks)
-    attentions = read_attentions(reader, windows, bias=bias, output_bias=bias, qk_norm=QKNorm(norm))
+    attentions = read_attentions(reader, (_window(reader),) * blocks, bias=bias, output_bias=bias, qk_norm=QKNorm(norm))
     experts = Experts(
         # transformers 5 writes the second name.
         count=reader.optional_positive("num_experts") or reader.positive("num_local_experts"),
@@ -25,6 +24,20 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     mlp, dense = read_mlp(reader), _dense(reader, blocks)
     layers = [Layer(own, mlp if index in dense else experts) for index, own in enumerate(attentions)]
     return read_model(reader, "qwen3_moe", layers, norm)
+
+
+def _window(reader: ConfigReader) -> int | None:
+    """The window of all blocks, where it is switched on."""
+    if not reader.flag("use_sliding_window"):
+        reader.raw("max_window_layers")
+        return reader.raw("sliding_window") and None
+    if reader.has("max_window_layers"):
+        raise UnsupportedError(
+            "config-value",
+            f"{reader.source}: a window in some blocks of a Qwen3-MoE is not implemented ('max_window_layers')",
+            why="transformers gives it to all blocks, others do not",
+        )
+    return reader.optional_positive("sliding_window")
 
 
 def _dense(reader: ConfigReader, blocks: int) -> set[int]:

@@ -126,7 +126,7 @@ def test_the_given_config_wins_over_the_one_beside(folder: Path, tmp_path: Path)
     other = tmp_path / "other.json"
     config = json.loads((folder / "config.json").read_text())
     other.write_text(json.dumps(config | {"rms_norm_eps": 0.125}))
-    assert open_checkpoint(folder, other).config.norm_eps == 0.125
+    assert open_checkpoint(folder, other).config.norm.eps == 0.125
 
 
 def test_a_config_too_many(folder: Path, tmp_path: Path) -> None:

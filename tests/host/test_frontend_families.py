@@ -117,7 +117,7 @@ def test_every_spelling_of_rope_gives_the_same_module(family: str, theta: float,
     for spelling in spellings:
         clean = {"rope_parameters": ..., "rope_theta": ..., "rope_scaling": ...} | spelling
         checkpoint = open_checkpoint(edit_config(folder, **clean))
-        assert {rope.theta for rope in checkpoint.config.ropes} == {theta}
+        assert {layer.attention.rope.theta for layer in checkpoint.config.layers} == {theta}
         modules.add(str(lower(checkpoint)))
     assert len(modules) == 1
 
@@ -134,7 +134,7 @@ def test_rope_may_differ_by_layer_type(tmp_path: Path) -> None:
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     )
-    ropes = open_checkpoint(folder).config.ropes
+    ropes = [layer.attention.rope for layer in open_checkpoint(folder).config.layers]
     assert [rope.theta for rope in ropes] == [1e4, 1e6, 1e6]
     assert [rope.factor for rope in ropes] == [None, 2.0, 2.0]
 
