@@ -38,6 +38,7 @@ OVERRULED = {
     "num_kv_heads": "multi_query",
     "multi_query": "new_decoder_architecture",
     "sliding_window": "layer_types",
+    "intermediate_size": "mlp_only_layers",
     "num_key_value_heads": "kv_lora_rank",
     "n_group": "topk_method",
     "topk_group": "topk_method",
