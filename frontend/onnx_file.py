@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import mmap
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -123,16 +125,13 @@ def read_onnx_file(path: Path) -> OnnxFile:
     import onnx_ir as ir
 
     header = _header(path)
-    # What it warns of (a value that nothing makes) is refused where it is used.
-    logger = logging.getLogger("onnx_ir")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        model = ir.from_proto(onnx.ModelProto.FromString(header))
+        with _quiet() as warned:
+            model = ir.from_proto(onnx.ModelProto.FromString(header))
     except Exception as err:  # protobuf has errors of its own
         raise damaged(path, f"{type(err).__name__}: {err}"[:300]) from err
-    finally:
-        logger.setLevel(level)
+    if warned:  # of a range that it does not understand
+        raise damaged(path, str(warned[0].message))
     if not isinstance(model, ir.Model):
         raise damaged(path, "it holds no graph")
     if strange := [name for name in _names(model) if not isinstance(name, str | None)]:
@@ -143,6 +142,20 @@ def read_onnx_file(path: Path) -> OnnxFile:
         elif value.const_value is None:
             raise damaged(path, f"the tensor {name!r} has no data")
     return OnnxFile(path, model, {str(path): (_size(path), header_digest(header))})
+
+
+@contextmanager
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """The warnings of onnx. What onnx-ir logs (a value that nothing makes) is refused where it is used."""
+    logger = logging.getLogger("onnx_ir")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(record=True, category=UserWarning) as warned:
+            warnings.simplefilter("always", UserWarning)
+            yield warned
+    finally:
+        logger.setLevel(level)
 
 
 def _names(model: ir.Model) -> Iterator[Any]:

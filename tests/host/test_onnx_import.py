@@ -368,6 +368,9 @@ def test_damaged_files_are_named_errors(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="outside of its folder"):
             open_checkpoint(path)
         path.write_bytes(whole)
+    path.write_bytes(whole.replace(b"offset", b"offs4t", 1))
+    with pytest.raises(CheckpointError, match="offs4t"):
+        open_checkpoint(path)
     rng = np.random.default_rng(0)
     for _ in range(150):
         broken = bytearray(whole)
