@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from plait.artifact import read_artifact
 from plait.backends.base import Executable, LoadOptions
 from plait.backends.weights import read_weights_json
+from plait.ir import kv_layouts, read_module
 from plait.registry import load_backend
+from plait.spec import kv_class
 
 
 def resident(field: str) -> int:
@@ -35,8 +35,9 @@ def bytes_read() -> int:
 def load(backend: str, folder: Path, index: int) -> tuple[Executable, Path]:
     artifact = read_artifact(folder)
     part = artifact.manifest.slices[index]
-    one_page: Mapping[str, int] = defaultdict(lambda: 1)
-    options = LoadOptions(one_page, artifact.manifest.page_tokens, threads=1, weight_root=artifact.weight_root)
+    layouts = kv_layouts(read_module(folder / part.folder / "slice.mlir"), artifact.manifest.page_tokens)
+    pages = {kv_class(layout.window): 1 for layout in layouts}
+    options = LoadOptions(pages, artifact.manifest.page_tokens, threads=1, weight_root=artifact.weight_root)
     return load_backend(backend).load(folder / part.folder, part.device, options), folder / part.folder
 
 
