@@ -13,15 +13,18 @@ import pytest
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import SSAValue
 
-from plait.backends.base import best_tokens
+from plait.backends.base import CompileOptions, best_tokens
 from plait.backends.conformance import families
 from plait.backends.conformance.families import LONGROPE, YARN
 from plait.backends.conformance.models import HIDDEN, ROPES, VOCABULARY, Attention, Build, attention, op, random_weights
 from plait.backends.conformance.script import SCRIPTS
 from plait.backends.conformance.suite import MODEL_TOLERANCE, OP_TOLERANCE, Bench, _against_oracle, _Reference
 from plait.backends.cuda import BACKEND as CUDA
+from plait.backends.kernels.gpu import table
+from plait.backends.kernels.gpu.archs import ARCHS
 from plait.backends.kernels.gpu.interpreted import Interpreted
 from plait.backends.kernels.gpu.launch import LaunchPlan
+from plait.backends.kernels.gpu.pick import make
 from plait.backends.rocm import BACKEND as ROCM
 from plait.ir import Builder, Rope
 from plait.spec import from_json, to_json
@@ -228,6 +231,20 @@ def test_a_greedy_step_chooses_among_the_capped_scores(tmp_path: Path) -> None:
     assert (scores == 1.5).sum() > 10 and np.abs(scores).max() == 1.5
     np.testing.assert_array_equal(best, best_tokens(scores))
     np.testing.assert_array_equal(best, scores.argmax(axis=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "rocm:gfx942"])
+@pytest.mark.parametrize("name", ["gemma", "gpt2"])
+def test_families_are_machine_code(name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every launch, without a spill."""
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path))
+    arch = ARCHS[target.partition(":")[2]]
+    made = make(
+        module(FAMILIES[name], "bfloat16"), target, arch, CompileOptions(), lambda *asked: table.candidates(*asked)[:1]
+    )
+    assert all(binary.file in made.files for binary in made.plan.binaries)
+    assert {choice.binary.facts.spills for _, choice in made.choices} == {0}
 
 
 # What is fused.
