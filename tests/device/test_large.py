@@ -233,11 +233,20 @@ def test_gemm_gated(gpu: Machine, bucket: int | None) -> None:
 STREAMS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "rms_norm": (streams.test_rms_norm, (2048, 4096)),
     "add_rms_norm": (streams.test_add_rms_norm, (2048, 4096, False)),
+    "rms_norm of heads": (streams.test_rms_norm_of_heads, (2048, 32, 128, False)),
+    "layer_norm": (streams.test_layer_norm, (2048, 1, 4096, False, True)),
+    "layer_norm of heads": (streams.test_layer_norm, (2048, 64, 128, True, False)),
     "embed": (streams.test_embed_and_gather_rows, (2048, 4096)),
     "silu_mul": (streams.test_binary, ("silu_mul", {}, lambda x, y: streams._silu(x) * y, 2048, 14336)),
     "add": (streams.test_binary, ("add", {}, lambda x, y: x + y, 2048, 4096)),
+    "gelu": (streams.test_unary, ("gelu", {"APPROXIMATE": False}, {}, streams._gelu, 512, 16384)),
+    "softcap": (
+        streams.test_unary,
+        ("softcap", {}, {"factor": 0.7, "limit": 30.0}, lambda x: 30 * np.tanh(0.7 * x / 30), 8, 256000),
+    ),
     "argmax": (streams.test_argmax, (128256,)),
     "rope": (streams.test_rope, (2048, 32, 128, 128)),
+    "rope of a part": (streams.test_rope, (2048, 32, 96, 72)),
     "rope_write": (streams.test_rope_write, ("", 2048, 32, 8, 128, 128)),
 }
 

@@ -25,7 +25,7 @@ from plait.spec import kv_class
 #: 8,192 keys a single sequence gives 256 programs, enough for any of the chips.
 SPLIT_KEYS, MAX_SPLITS = 256, 32
 
-#: Features of the widest head that the registers of every architecture hold.
+#: Features of the widest head: of twice as many, sums no longer fit the registers of the largest chips.
 WIDEST_HEAD = 256
 
 
