@@ -242,10 +242,16 @@ def _root(planned: Planned) -> str:
 
 
 def _embed(refs: Sequence[WeightRef], target: Path, name: str) -> list[WeightRef]:
-    """Copy the bytes of each tensor behind one another into `target`, called `name` in the references returned."""
+    """Copy the bytes of each tensor behind one another into `target`, called `name` in the references returned. A range
+    that several weights are parts of is copied once."""
+    places: dict[tuple[str, int, int], int] = {}
     with target.open("wb") as out:
 
         def copied(part: WeightRef) -> WeightRef:
+            place = (part.file, part.offset, part.nbytes)
+            if place in places:
+                return replace(part, file=name, offset=places[place])
+            places[place] = out.tell()
             with Path(part.file).open("rb") as source:
                 source.seek(part.offset)
                 left = part.nbytes
@@ -254,7 +260,7 @@ def _embed(refs: Sequence[WeightRef], target: Path, name: str) -> list[WeightRef
                     assert chunk, f"{part.file} ends inside {part.name}: its length was checked"
                     out.write(chunk)
                     left -= len(chunk)
-            return replace(part, file=name, offset=out.tell() - part.nbytes)
+            return replace(part, file=name, offset=places[place])
 
         return [map_parts(ref, copied) for ref in refs]
 
