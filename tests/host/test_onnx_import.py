@@ -236,6 +236,19 @@ def test_an_artifact_knows_its_files(tmp_path: Path) -> None:
         data.write_bytes(whole)
 
 
+def test_embedded_weights_hold_a_fused_matrix_once(tmp_path: Path) -> None:
+    path = save(decoder(group_query(), norm="SimplifiedLayerNormalization"), tmp_path / "m.onnx")
+    made = plait.compile_artifact(path, "cpu", output=tmp_path / "m.plait", embed_weights=True)
+    held = sum(file.stat().st_size for file in made.folder.rglob("weights.bin"))
+    assert held <= path.with_name("m.onnx.data").stat().st_size
+    path.with_name("m.onnx.data").unlink()
+    ids = random_ids(20, vocabulary=VOCABULARY)
+    with plait.open(made.folder, in_process=True) as pipe:
+        got = pipe.logits(ids)
+    save(decoder(group_query(), norm="SimplifiedLayerNormalization"), path)
+    close(got, logits(path, ids, [20]))
+
+
 def test_tensors_are_never_read(tmp_path: Path) -> None:
     """The table's 3 GB are a hole in a file; 40 MB inside the message are passed over."""
     g = decoder(group_query(), norm="SimplifiedLayerNormalization")
