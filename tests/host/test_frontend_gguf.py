@@ -14,9 +14,11 @@ import pytest
 from plait.backends.weights import read_weight
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
 from plait.frontend.checkpoint import open_checkpoint
+from plait.frontend.config import DecoderConfig
 from plait.frontend.gguf import read_gguf
 from plait.frontend.lower import lower
-from tests.checkpoints import pairs, save, save_gguf
+from tests.checkpoints import pairs, save
+from tests.gguf_files import convert, save_gguf, write_gguf
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
@@ -119,9 +121,12 @@ def test_config_equals_the_one_the_file_was_made_from(tmp_path: Path) -> None:
     for family in ("llama", "qwen2"):
         path = make(tmp_path / family, family, tie_word_embeddings=True, metadata=TOKENIZER)
         ours, original = open_checkpoint(path), open_checkpoint(tmp_path / family / "hf")
-        same = {"dtype": None, "norm_eps": 0.0}
+        assert isinstance(ours.config, DecoderConfig)
+        assert isinstance(original.config, DecoderConfig)
+        eps = ours.config.norm.eps
+        same = {"dtype": None, "norm": original.config.norm}
         assert replace(ours.config, **same) == replace(original.config, **same)
-        assert np.float32(ours.config.norm_eps) == np.float32(original.config.norm_eps)
+        assert np.float32(eps) == np.float32(original.config.norm.eps)
         assert ours.tokenizer == path
 
 
@@ -139,10 +144,14 @@ def refused(path: Path, kind: type[PlaitError]) -> PlaitError:
     return caught.value
 
 
-def test_other_quantisations_are_refused_with_the_tensor(tmp_path: Path) -> None:
-    error = refused(make(tmp_path, quant="Q5_1"), UnsupportedError)
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0", "I32", "F64"])
+def test_other_types_are_refused_with_the_tensor(kind: str, tmp_path: Path) -> None:
+    code = gguf.GGMLQuantizationType[kind]
+    (tmp_path / "m.gguf").write_bytes(file([ARCH], [record("blk.0.attn_k.weight", [256, 2], int(code), 0)]))
+    error = refused(tmp_path / "m.gguf", UnsupportedError)
     assert error.code == "gguf-tensor-type"
-    assert "blk.0.attn_k.weight (Q5_1)" in error.what
+    assert f"blk.0.attn_k.weight ({kind})" in error.what
+    assert "Q4_K" in error.why
 
 
 KEYS: dict[str, tuple[dict[str, Any], type[PlaitError], str]] = {
@@ -155,8 +164,21 @@ KEYS: dict[str, tuple[dict[str, Any], type[PlaitError], str]] = {
     "no heads at all": ({"llama.attention.head_count": 0}, CheckpointError, "num_attention_heads"),
     "vocabulary": ({"llama.vocab_size": 5}, CheckpointError, "vocab_size"),
     "rope dimensions": ({"llama.rope.dimension_count": 8}, CheckpointError, "rope.dimension_count"),
-    "rope scaling": ({"llama.rope.scaling.type": "yarn"}, UnsupportedError, "yarn"),
-    "experts": ({"llama.expert_count": 8}, UnsupportedError, "expert_count"),
+    "rope scaling": ({"llama.rope.scaling.type": "dynamic"}, UnsupportedError, "dynamic"),
+    "yarn without a factor": ({"llama.rope.scaling.type": "yarn"}, CheckpointError, "factor"),
+    "yarn of DeepSeek": ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, UnsupportedError, "yarn_log_multiplier"),
+    "yarn by half": ({"llama.rope.scaling.yarn_ext_factor": 0.5}, UnsupportedError, "yarn_ext_factor"),
+    "scores grow": ({"llama.rope.scaling.attn_factor": 1.5}, UnsupportedError, "attn_factor"),
+    "scale as text": ({"llama.attention.scale": "1"}, CheckpointError, "attention.scale"),
+    "experts used": ({"llama.expert_used_count": 2}, UnsupportedError, "expert_used_count"),
+    "experts": ({"llama.expert_count": 8, "llama.expert_used_count": 2}, UnsupportedError, "ffn_down"),
+    "experts by sigmoid": (
+        {"llama.expert_count": 8, "llama.expert_gating_func": 2},
+        UnsupportedError,
+        "expert_gating_func",
+    ),
+    "theta of windows": ({"llama.rope.freq_base_swa": 5.0}, CheckpointError, "freq_base_swa"),
+    "softcap": ({"llama.attn_logit_softcapping": 50.0}, UnsupportedError, "attn_logit_softcapping"),
     "unknown key": ({"llama.attention.temperature": 1.0}, UnsupportedError, "llama.attention.temperature"),
     "unknown space": ({"xllama.block_count": 3}, UnsupportedError, "xllama.block_count"),
     "window": ({"llama.attention.sliding_window": 8}, UnsupportedError, "sliding_window"),
@@ -173,18 +195,10 @@ def test_metadata_is_read_strictly(case: str, tmp_path: Path) -> None:
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma2")
-    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
-    error = refused(tmp_path / "m.gguf", UnsupportedError)
-    assert "'gemma2'" in error.what
-    assert "llama, qwen2" in error.why
+    path = write_gguf(tmp_path / "m.gguf", "bert", {}, {"token_embd.weight": ("F32", np.zeros((4, 32), np.float32))})
+    error = refused(path, UnsupportedError)
+    assert "'bert'" in error.what
+    assert "llama, phi3, qwen2" in error.why
 
 
 # --- F58: damaged headers
@@ -261,16 +275,42 @@ def test_damaged_headers_are_refused(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rope_freqs.weight", "blk.0.ffn_gate_inp.weight", "attn_q.weight", "blk.0.output.weight"]
+    "name",
+    [
+        "blk.0.ffn_gate_inp.weight",
+        "blk.0.attn_qkv.weight",
+        "attn_q.weight",
+        "blk.0.output.weight",
+        "blk.0.attn_q.scale",
+    ],
 )
 def test_unknown_tensors_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    path.write_bytes(file([ARCH], [GOOD, record(name, [32], 0, 256)], bytes(384)))
-    assert repr(name) in refused(path, UnsupportedError).what
+    assert repr(name) in refused(with_tensor(tmp_path, name, np.ones(32, np.float32)), UnsupportedError).what
+
+
+def test_a_block_too_many_is_refused_by_name(tmp_path: Path) -> None:
+    name = "blk.3.attn_norm.weight"
+    assert repr(name) in refused(with_tensor(tmp_path, name, np.ones(64, np.float32)), CheckpointError).what
+
+
+@pytest.mark.parametrize(
+    ("factors", "word"),
+    [(np.ones(7), "7 factors"), (np.ones((2, 4)), "[2, 4]"), (np.array([1.0] * 7 + [0.0]), "not positive")],
+)
+def test_rope_factors_that_do_not_fit(factors: Any, word: str, tmp_path: Path) -> None:
+    path = with_tensor(tmp_path, "rope_freqs.weight", factors.astype(np.float32))
+    assert word in refused(path, CheckpointError).what
+
+
+def with_tensor(tmp_path: Path, name: str, values: Any) -> Path:
+    """A Llama with one more tensor."""
+    tensors, keys, architecture = convert(save(tmp_path / "hf", "llama", **SIZES))
+    every = {key: ("F32", value) for key, value in (tensors | {name: values}).items()}
+    return write_gguf(tmp_path / "m.gguf", architecture, keys, every)
 
 
 def test_offset_zero_is_no_missing_offset(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(file([ARCH], [GOOD]))
-    ref = read_gguf(path).tensors.weights["model.embed_tokens.weight"]
+    ref = read_gguf(path).tensors.weights["token_embd.weight"]
     assert (ref.offset % 32, ref.offset + 256) == (0, path.stat().st_size)
