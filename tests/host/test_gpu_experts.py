@@ -8,24 +8,29 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from xdsl.dialects.builtin import BFloat16Type
 
 from plait.backends.base import CompileOptions
 from plait.backends.conformance import families
 from plait.backends.conformance.models import HIDDEN, VOCABULARY, Build, op, random_weights
 from plait.backends.conformance.script import Script, Turn
+from plait.backends.conformance.suite import OP_TOLERANCE
 from plait.backends.kernels.gpu.executor import LaunchSlice
 from plait.backends.kernels.gpu.held import quantised
 from plait.backends.kernels.gpu.interpret import NUMPY_TYPES
 from plait.backends.kernels.gpu.interpret_device import InterpretDevice
 from plait.backends.kernels.gpu.kernel import Constant, Tile, Variant
 from plait.backends.kernels.gpu.table import KERNELS
+from plait.ir.numbers import Quantised, round_to
 from plait.ir.oracle import Oracle
+from plait.ir.types import QuantType
 from tests.host.gpu_slices import module, plan, write
 from tests.kernels import run, slack
 
@@ -33,6 +38,8 @@ Array = NDArray[Any]
 
 #: Largest error of a result whose values are about 1. In 16 bits the inner values and the parts are rounded too.
 LIMIT = {"fp32": 3e-6, "bf16": 3e-2, "fp16": 4e-3}
+
+PLAIN: dict[str, Constant] = {"CODES": "none", "PACK": 1, "SCALE_N": 0, "GROUP": 0, "HAS_ZEROS": False}
 
 TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "GROUP_M": 2, "XCDS": 1}
 
@@ -309,10 +316,11 @@ class Mixture:
             even = int(np.gcd(sizes["K"], 256))
             launch(
                 name,
-                {**given, "x": x, "w": given[matrix], "bias": bias, "out": to},
+                {**given, "x": x, "w": given[matrix], "scales": None, "zeros": None, "bias": bias, "out": to},
                 {"rows": self.rows, **sizes},
                 tile,
                 **constants,
+                **PLAIN,
                 EVEN_K=even,
             )
         scalars = {"rows": self.rows, "H": self.hidden}
@@ -437,7 +445,53 @@ def test_a_token_reads_the_matrices_of_its_own_experts_alone() -> None:
     assert VOCABULARY > binary.constants["EXPERTS"] > binary.constants["TOP"]
 
 
-def test_a_report_says_that_stacks_are_dequantised() -> None:
-    made = module(families.QUANTISED["experts-e4m3fn-block"], "bfloat16")
-    said = quantised(plan(made), made)["weights"]
-    assert said.startswith("3 of !plait.quant<f8E4M3FN") and said.endswith("dequantised when they are loaded")
+KEPT: dict[str, QuantType] = {
+    "e4m3fn-blocks": QuantType.get("e4m3fn", "float32", (24, 32)),
+    "e4m3fn-matrix": QuantType.get("e4m3fn"),
+    "e4m3fn-row": QuantType.get("e4m3fn", "bfloat16", (1, 0)),
+    "i8-row": QuantType.get("i8", "float32", (1, 0)),
+    "u4-group": QuantType.get("u4", "float16", (1, 16), zero=8),
+    "u4-zeros": QuantType.get("u4", "float16", (1, 16), zero="float16"),
+    "e2m1-e8m0": QuantType.get("e2m1", "e8m0", (1, 32)),
+}
+
+
+def _held(kind: QuantType, names: tuple[str, ...] = families.STACKS) -> Build:
+    """A mixture of which these stacks are of a format; 64 wide, and 32 inside."""
+    mixture = partial(families.experts, inner=32, biased=True)
+    return op(lambda b, rows: {"y": mixture(b, rows("x", 64))}, dict.fromkeys(names, kind))
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "rocm:gfx942"])
+@pytest.mark.parametrize("name", KEPT)
+def test_stacks_are_held_as_they_are_stored(name: str, target: str, tmp_path: Path) -> None:
+    """On gfx942 e4m3fn becomes e4m3fnuz."""
+    made = write(tmp_path / "slice", Script((Turn({0: 9, 1: 1}),), 4), _held(KEPT[name]), "bfloat16", target)
+    assert quantised(made.plan, made.module) == {"weights": "3 kept as they are stored"}
+    player = made.player()
+    tensors = {
+        key: value if isinstance(value, Quantised) else round_to(value.astype(np.float64), BFloat16Type())
+        for key, value in random_weights(made.module).items()
+    }
+    oracle = Oracle(made.module, tensors, player.plain_pages, 4)
+    with closing(LaunchSlice(made.folder, made.plan, InterpretDevice(), "interpreted", made.options)) as executable:
+        batch, plain = player.batches(made.script.turns[0])
+        want = oracle.step(plain)["y"]  # type: ignore[arg-type]
+        error = np.abs(executable.step(batch, {})["y"].astype(np.float64) - want).max() / np.abs(want).max()
+        assert error < OP_TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "arch", "count"),
+    [
+        (QuantType.get("e4m3fn", "float32", (32, 48)), families.STACKS, "sm_90a", 3),
+        (QuantType.get("e2m1", "e4m3fn", (1, 16), outer=True), families.STACKS, "sm_90a", 3),
+        (KEPT["e4m3fn-row"], families.STACKS, "sm_80", 3),
+        (KEPT["i8-row"], ("gate",), "sm_90a", 1),
+    ],
+    ids=["no-power-of-two", "scales-of-scales", "no-fp8", "gate-alone"],
+)
+def test_what_is_dequantised_is_said(kind: QuantType, names: tuple[str, ...], arch: str, count: int) -> None:
+    made = module(_held(kind, names), "bfloat16")
+    said = quantised(plan(made, f"x:{arch}"), made)["weights"]
+    assert said == f"{count} of {kind} dequantised when they are loaded"

@@ -13,11 +13,16 @@ Constants:
         score: `max` or `top2`; GROUPS 1: all.
     DENSE: `route` writes out, fp32 (rows, EXPERTS), 0 for what is not chosen; else choices and shares.
     ACTIVATION: silu, gelu, gelu_tanh, or clamped_swiglu with ALPHA and LIMIT (0.0 for the others).
+    CODES: how matrices are held: none (numbers of x's type), fp8, i8, or u4 and e2m1; PACK codes to a byte, two as in
+        `gemm_int4`. value = (code - zero) * scale in float32, rounded to x's type; without HAS_ZEROS zero is 8 for u4
+        and 0 for the others. Each matrix has scales (and zeros) of its own, (cdiv(N, SCALE_N), cdiv(K, GROUP)); SCALE_N
+        0 and GROUP 0 are one for all rows, and one for a whole row. GROUP is a power of two from 16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from plait.backends.kernels.gpu import gemm
 from plait.backends.kernels.gpu.archs import Arch
@@ -78,6 +83,7 @@ _GRID = (f"{_TILES} * cdiv(N, BLOCK_N)", "1", "1")
 #: Rows that tiles are filled up with count too: there may be more of them than real ones.
 _FLOPS = f"{_TILES} * BLOCK_M * N * K"
 _ENDS = "rows * TOP * (K * x_bytes + N * out_bytes)"
+_FORMAT = ("CODES", "PACK", "SCALE_N", "GROUP", "HAS_ZEROS")
 _TILE = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "XCDS")
 
 #: w is (2 * EXPERTS, N, K): every expert's gate, then every expert's up; bias (2 * EXPERTS, N) too.
@@ -85,30 +91,30 @@ _TILE = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "XCDS")
 EXPERTS_GATED = Kernel(
     name="experts_gated",
     source=f"{_SOURCE}:experts_gated",
-    pointers=("x", "w", "bias", "pairs", "counts", "out"),
+    pointers=("x", "w", "scales", "zeros", "bias", "pairs", "counts", "out"),
     scalars={"rows": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "out_stride": "i32"},
-    constants=("EXPERTS", "TOP", "ACTIVATION", "ALPHA", "LIMIT", "HAS_BIAS", "EVEN_K"),
+    constants=("EXPERTS", "TOP", "ACTIVATION", "ALPHA", "LIMIT", "HAS_BIAS", *_FORMAT, "EVEN_K"),
     tile=_TILE,
     grid=_GRID,
     nature="multiply",
     written=("out",),
     flops=f"4 * {_FLOPS}",
-    bytes=f"{_ENDS} + min(EXPERTS, rows * TOP) * 2 * N * K * w_bytes",
+    bytes=f"{_ENDS} + min(EXPERTS, rows * TOP) * 2 * N * K * w_bytes // PACK",
 )
 
 #: x (places, K), w (EXPERTS, N, K), bias (EXPERTS, N): out[place] = share * (x[place] w^T + bias).
 EXPERTS_DOWN = Kernel(
     name="experts_down",
     source=f"{_SOURCE}:experts_down",
-    pointers=("x", "w", "bias", "shares", "pairs", "counts", "out"),
+    pointers=("x", "w", "scales", "zeros", "bias", "shares", "pairs", "counts", "out"),
     scalars={"rows": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "out_stride": "i32"},
-    constants=("EXPERTS", "TOP", "HAS_BIAS", "EVEN_K"),
+    constants=("EXPERTS", "TOP", "HAS_BIAS", *_FORMAT, "EVEN_K"),
     tile=_TILE,
     grid=_GRID,
     nature="multiply",
     written=("out",),
     flops=f"2 * {_FLOPS}",
-    bytes=f"{_ENDS} + min(EXPERTS, rows * TOP) * N * K * w_bytes",
+    bytes=f"{_ENDS} + min(EXPERTS, rows * TOP) * N * K * w_bytes // PACK",
 )
 
 #: out[token] = the sum of parts[places[pair]] over its pairs, those of choice -1 left out.
@@ -143,6 +149,15 @@ def candidates(
     if kernel is EXPERTS_SUM:
         lanes = arch.warp * (4 if types["parts"] == "fp32" else 8)
         return tuple(Tile({"BLOCK": lanes * warps}, num_warps=warps) for warps in (4, 2))
-    like = gemm.GEMM_GATED if kernel is EXPERTS_GATED else gemm.GEMM
     pairs = None if rows is None else max(1, rows * int(constants["TOP"]) // int(constants["EXPERTS"]))
-    return gemm.candidates(like, types, constants, arch, pairs)
+    gated, codes = kernel is EXPERTS_GATED, str(constants["CODES"])
+    if codes == "none":
+        return gemm.candidates(gemm.GEMM_GATED if gated else gemm.GEMM, types, constants, arch, pairs)
+    like = gemm.GEMM_INT4 if codes in ("u4", "e2m1") else gemm.GEMM_INT8
+    found = [_halved(tile) if gated else tile for tile in gemm.candidates(like, types, constants, arch, pairs)]
+    return tuple(tile for i, tile in enumerate(found) if tile not in found[:i])
+
+
+def _halved(tile: Tile) -> Tile:
+    """With as many rows of w, of two matrices."""
+    return replace(tile, constants={**tile.constants, "BLOCK_N": max(16, tile.constants["BLOCK_N"] // 2)})

@@ -77,9 +77,10 @@ def _zero(stored: Quantised, weight: Weight, shape: tuple[int, ...]) -> Array:
 
 def _spread(numbers: Array, block: tuple[int, int], weight: Weight, shape: tuple[int, ...]) -> Array:
     """Numbers of `block` as one for each of the weight's blocks, which have fewer rows."""
-    rows, columns = weight.held(shape)
-    repeated = numbers.repeat(block[0] or rows, 0)[:rows] if len(numbers) != rows else numbers
-    assert repeated.shape == (rows, columns), f"{numbers.shape} of {block} are not {(rows, columns)}"
+    held = weight.held(shape)
+    rows = held[-2]
+    repeated = numbers if numbers.shape[-2] == rows else numbers.repeat(block[0] or rows, -2)[..., :rows, :]
+    assert repeated.shape == held, f"{numbers.shape} of {block} are not {held}"
     return repeated.astype(NUMPY[weight.dtype])
 
 

@@ -153,7 +153,8 @@ class Weight:
     def held(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that is held of a tensor."""
         if self.block is not None:
-            return tuple(-(-size // part) if part else 1 for size, part in zip(shape, self.block, strict=True))
+            across = zip(shape[-2:], self.block, strict=True)
+            return (*shape[:-2], *(-(-size // part) if part else 1 for size, part in across))
         return (*shape[:-1], shape[-1] // 2) if self.dtype == "u4" else shape
 
     @property

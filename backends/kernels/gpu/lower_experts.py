@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.backends.kernels.gpu.draft import LOWERING, Constants, Draft, Emit, Place, Places, Scalars, View, null, user
 from plait.backends.kernels.gpu.gemm import even_k
-from plait.backends.kernels.gpu.product import product, values
+from plait.backends.kernels.gpu.product import product, stack, values
 from plait.backends.kernels.lowering import operand_dtype, refuse, weight_name
 from plait.ir.ops import ExpertsOp, RouterOp
 from plait.ir.ops.base import number, tensor_type
@@ -104,12 +104,9 @@ class _Experts:
         inner, parts = (d.activation(width, x.type, pair_rows) for width in (self.inner, self.hidden))
         chosen: Places = {"pairs": pairs, "counts": counts, "shares": shares}
         numbers = {name: number(getattr(op, name)) or 0.0 for name in ("alpha", "limit")}
-        self.multiply(
-            "experts_gated",
-            {**chosen, **self.weights(0, 2), "x": x, "out": inner},
-            {"ACTIVATION": op.activation.data, "ALPHA": numbers["alpha"], "LIMIT": numbers["limit"]},
-        )
-        self.multiply("experts_down", {**chosen, **self.weights(2, 3), "x": inner, "out": parts}, {})
+        act: Constants = {"ACTIVATION": op.activation.data, "ALPHA": numbers["alpha"], "LIMIT": numbers["limit"]}
+        self.multiply("experts_gated", slice(0, 2), x, inner, chosen, act)
+        self.multiply("experts_down", slice(2, 3), inner, parts, chosen, {})
         out = d.make(op.result)
         ends: Places = {"parts": parts, "choices": choices, "places": places, "out": out}
         strides = {"parts_stride": parts.stride, "out_stride": out.stride}
@@ -123,16 +120,12 @@ class _Experts:
         d.launch("choose", places, {"rows": "T", "routing_stride": routing.stride}, self.constants)
         return choices, shares
 
-    def weights(self, first: int, last: int) -> dict[str, Place]:
-        """Matrices and biases, one expert behind the other."""
-        d, op = self.d, self.op
-        biases = op.biases[first:last]
-        bias = d.weight(values(biases, self.dtype)) if biases else null(d.view(op.x).type)
-        return {"w": d.weight(values(op.stacks[first:last], self.dtype)), "bias": bias}
-
-    def multiply(self, kernel: str, places: dict[str, View | Place], constants: Constants) -> None:
-        x, out = places["x"], places["out"]
-        assert isinstance(x, View) and isinstance(out, View)
+    def multiply(self, kernel: str, which: slice, x: View, out: View, chosen: Places, constants: Constants) -> None:
+        """A product with some of the op's stacks, one expert behind the other."""
+        d, biases = self.d, self.op.biases[which]
+        matrices, format = stack(d, list(self.op.stacks)[which], self.dtype)
+        bias = d.weight(values(biases, self.dtype)) if biases else null(x.type)
+        places: Places = {**chosen, **matrices, "bias": bias, "x": x, "out": out}
         scalars: Scalars = {
             "rows": "T",
             "N": out.width,
@@ -140,5 +133,5 @@ class _Experts:
             "x_stride": x.stride,
             "out_stride": out.stride,
         }
-        flags = {"HAS_BIAS": bool(self.op.biases), "EVEN_K": even_k(x.width)}
-        self.d.launch(kernel, places, scalars, {**self.constants, **constants, **flags})
+        flags: Constants = {"HAS_BIAS": bool(biases), "EVEN_K": even_k(x.width)}
+        d.launch(kernel, places, scalars, {**self.constants, **constants, **format, **flags})

@@ -192,6 +192,56 @@ def _matrix(d: Draft, weights: Sequence[SSAValue], dtype: str) -> _Matrix:
     return _Matrix(found.kernel, places, {"GROUP": found.block[1], "HAS_ZEROS": found.zeros})
 
 
+def stack(d: Draft, tensors: Sequence[SSAValue], dtype: str) -> tuple[dict[str, Place], Constants]:
+    """What products of experts are given of stacks of matrices, one behind the other: places, and what says how they
+    are held. Stacks of one format are held as they are stored, where the kernels know it."""
+    kinds = {_kind(tensor) for tensor in tensors}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    found = None if kind is None or kind.has_outer or kind.is_ordered else _e2m1(kind) or _stacked(kind, d.arch)
+    if kind is None or found is None:
+        none: Constants = {"CODES": "none", "PACK": 1, "SCALE_N": 0, "GROUP": 0, "HAS_ZEROS": False}
+        return {"w": d.weight(values(tensors, dtype)), "scales": null("fp32"), "zeros": null("fp32")}, none
+    names, shapes, text = _names(tensors), _shapes(tensors), str(kind)
+
+    def part(what: Part, held: str, block: tuple[int, int] | None = None) -> Place:
+        return d.weight(Weight(names, shapes, held, what, block, found.code, text))
+
+    packed = found.code in ("u4", "e2m1")
+    places = {
+        "w": part("codes", "u4" if packed else found.code),
+        "scales": part("scale", found.scale, found.block),
+        "zeros": part("zero", found.scale, found.block) if found.zeros else null(TYPES[found.scale]),
+    }
+    codes = found.code if found.code in ("i8", "u4", "e2m1") else "fp8"
+    rows, columns = found.block
+    return places, {
+        "CODES": codes,
+        "PACK": 2 if packed else 1,
+        "SCALE_N": rows,
+        "GROUP": columns,
+        "HAS_ZEROS": found.zeros,
+    }
+
+
+def _e2m1(kind: QuantType) -> _Format | None:
+    """Microscaling FP4. Powers of two are exact in bfloat16."""
+    alone = kind.zero_dtype is None and not kind.zero_point and kind.minimum_dtype is None
+    if kind.code_name != "e2m1" or not alone or not _power(kind.block[1]):
+        return None
+    return _Format("", "e2m1", "bfloat16" if kind.scale_dtype == "e8m0" else "float32", kind.block)
+
+
+def _stacked(kind: QuantType, arch: Arch) -> _Format | None:
+    """Every matrix has its own scales: those of one format stay as they are."""
+    found = _fp8(kind, arch, 1)
+    return found if found is not None and _power(found.block[1]) else _integer(kind)
+
+
+def _power(group: int) -> bool:
+    """Whether a group is a whole row, or a power of two that steps along K can be made of."""
+    return group == 0 or (group >= _LEAST_GROUP and group & (group - 1) == 0)
+
+
 @dataclass(frozen=True)
 class _Format:
     """How a quantised matrix is handed over: its codes, the dtype of its scales and zeros, and their layout."""
@@ -219,8 +269,7 @@ def _integer(kind: QuantType) -> _Format | None:
     """`gemm_int8` and `gemm_int4`: one scale for every row and group."""
     kernel = {"i8": "gemm_int8", "u4": "gemm_int4"}.get(kind.code_name)
     group = kind.block[1]
-    whole = group == 0 or (group >= _LEAST_GROUP and group & (group - 1) == 0)
-    if kernel is None or not whole or kind.minimum_dtype is not None:
+    if kernel is None or not _power(group) or kind.minimum_dtype is not None:
         return None
     known = kind.zero_dtype is None and (kind.zero_point or 0) == (_MIDDLE if kind.code_name == "u4" else 0)
     exact = kind.scale_dtype == "float16" and kind.zero_dtype in (None, "float16")

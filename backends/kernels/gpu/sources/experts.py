@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from plait.backends.kernels.gpu.sources.gemm import activate, finish, halves, load_k, load_x, multiply, origin, within
+from plait.backends.kernels.gpu.sources.gemm_quant import load_scales, spread
 from plait.backends.kernels.gpu.sources.head import order
 
 #: Below every key that `order` makes.
@@ -166,6 +167,92 @@ def tile_of(counts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def e2m1(code):
+    """float32 of 4-bit codes (OCP Microscaling Formats 1.0: 2 bits of exponent, bias 1, one of mantissa)."""
+    size = code.to(tl.int32) & 7
+    normal = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
+    return tl.where((code & 8) != 0, -value, value)
+
+
+@triton.jit
+def product(
+    x,
+    w,
+    scales,
+    zeros,
+    acc,
+    n,
+    scale_n,
+    left,
+    K,
+    CODES: tl.constexpr,
+    PACK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc + x w^T of a tile.
+
+    Args:
+        x: (BLOCK_M, BLOCK_K) pointers to the first step, of which `left` rows exist.
+        n: rows of w, and scale_n: rows of its scales, counted from the pointers.
+    """
+    row = K // PACK
+    if PACK == 2 and EVEN_K >= 32:
+        row = tl.multiple_of(row, 16)
+    w += n[:, None] * row + tl.arange(0, BLOCK_K // PACK)[None, :]
+    if CODES == "none":
+        for done in tl.range(0, K, BLOCK_K):
+            x_part = load_x(x, left, K - done, BLOCK_M, BLOCK_K, EVEN_K)
+            acc = multiply(x_part, load_k(w, K - done, BLOCK_K, EVEN_K >= BLOCK_K), acc)
+            x += BLOCK_K
+            w += BLOCK_K
+    else:
+        # One scale per row is one group of a row, whatever K. Scales are loaded a step ahead: see `gemm_quant`.
+        SPAN: tl.constexpr = GROUP if GROUP else BLOCK_K
+        BLOCK_N: tl.constexpr = n.shape[0]
+        tl.static_assert(SPAN % BLOCK_K == 0 or BLOCK_K % SPAN == 0, "a step is whole groups, or a part of one")
+        per_row = tl.cdiv(K, GROUP) if GROUP else 1
+        next_scale = load_scales(scales + scale_n * per_row, 0, K, SPAN, BLOCK_K)
+        if HAS_ZEROS:
+            next_zero = load_scales(zeros + scale_n * per_row, 0, K, SPAN, BLOCK_K)
+        for done in tl.range(0, K, BLOCK_K):
+            x_part = load_x(x, left, K - done, BLOCK_M, BLOCK_K, EVEN_K)
+            codes = load_k(w, (K - done) // PACK, BLOCK_K // PACK, EVEN_K >= BLOCK_K)
+            if PACK == 2:
+                codes = tl.interleave(codes & 15, (codes >> 4) & 15)
+            value = e2m1(codes) if CODES == "e2m1" else codes.to(tl.float32)
+            if HAS_ZEROS:
+                value -= spread(next_zero, SPAN, BLOCK_N, BLOCK_K)
+            elif CODES == "u4":
+                value -= 8.0
+            value *= spread(next_scale, SPAN, BLOCK_N, BLOCK_K)
+            if GROUP:
+                next_scale = load_scales(scales + scale_n * per_row, done + BLOCK_K, K, SPAN, BLOCK_K)
+                if HAS_ZEROS:
+                    next_zero = load_scales(zeros + scale_n * per_row, done + BLOCK_K, K, SPAN, BLOCK_K)
+            acc = multiply(x_part, value.to(x.dtype.element_ty), acc)
+            x += BLOCK_K
+            w += BLOCK_K // PACK
+    return acc
+
+
+@triton.jit
+def scale_rows(N, SCALE_N: tl.constexpr):
+    """Rows of the scales of one matrix."""
+    return tl.cdiv(N, SCALE_N) if SCALE_N else 1
+
+
+@triton.jit
+def scale_row(n, SCALE_N: tl.constexpr):
+    """Which of them belongs to a row of the matrix."""
+    return n // SCALE_N if SCALE_N else n * 0
+
+
+@triton.jit
 def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """g sigmoid(alpha g) (u + 1), both clamped first."""
     gate = tl.minimum(gate, LIMIT)
@@ -177,6 +264,8 @@ def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 def experts_gated(
     x,
     w,
+    scales,
+    zeros,
     bias,
     pairs,
     counts,
@@ -192,6 +281,11 @@ def experts_gated(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CODES: tl.constexpr,
+    PACK: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -205,20 +299,17 @@ def experts_gated(
     expert, first, left = tile_of(counts, row // BLOCK_M, EXPERTS, BLOCK_M)
     if left <= 0:
         return
-    k = tl.arange(0, BLOCK_K)[None, :]
     token = tl.load(pairs + first + within(0, left, BLOCK_M)) // TOP
-    x_tile = x + token.to(tl.int64)[:, None] * x_stride + k
+    x_tile = x + token.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     # The tile of w is BLOCK_N rows of gate over BLOCK_N rows of up: one product makes both.
-    n = within(column, N, BLOCK_N)[None, :]
-    half = tl.arange(0, 2)[:, None].to(tl.int64) * EXPERTS * N + n
-    w_tile = w + (expert.to(tl.int64) * N + column) * K + tl.reshape(half, (2 * BLOCK_N,))[:, None] * K + k
-    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
-    for done in tl.range(0, K, BLOCK_K):
-        x_part = load_x(x_tile, left, K - done, BLOCK_M, BLOCK_K, EVEN_K)
-        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K >= BLOCK_K)
-        acc = multiply(x_part, w_part, acc)
-        x_tile += BLOCK_K
-        w_tile += BLOCK_K
+    n = column + within(column, N, BLOCK_N)[None, :]
+    matrix = (tl.arange(0, 2)[:, None] * EXPERTS + expert).to(tl.int64)
+    w_rows = tl.reshape(matrix * N + n, (2 * BLOCK_N,))
+    scale_n = tl.reshape(matrix * scale_rows(N, SCALE_N) + scale_row(n, SCALE_N), (2 * BLOCK_N,))
+    acc = product(
+        x_tile, w, scales, zeros, tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32), w_rows, scale_n, left, K,
+        CODES, PACK, GROUP, HAS_ZEROS, EVEN_K, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
     gate, up = halves(acc, BLOCK_M, BLOCK_N)
     if HAS_BIAS:
         n = column + tl.arange(0, BLOCK_N)[None, :]
@@ -236,6 +327,8 @@ def experts_gated(
 def experts_down(
     x,
     w,
+    scales,
+    zeros,
     bias,
     shares,
     pairs,
@@ -249,6 +342,11 @@ def experts_down(
     EXPERTS: tl.constexpr,
     TOP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CODES: tl.constexpr,
+    PACK: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -262,18 +360,15 @@ def experts_down(
     expert, first, left = tile_of(counts, row // BLOCK_M, EXPERTS, BLOCK_M)
     if left <= 0:
         return
-    k = tl.arange(0, BLOCK_K)[None, :]
     m = within(0, left, BLOCK_M)
-    x_tile = x + first.to(tl.int64) * x_stride + m[:, None] * x_stride + k
+    x_tile = x + first.to(tl.int64) * x_stride + m[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     n = within(column, N, BLOCK_N)
-    w_tile = w + (expert.to(tl.int64) * N + column) * K + n[:, None] * K + k
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for done in tl.range(0, K, BLOCK_K):
-        x_part = load_x(x_tile, left, K - done, BLOCK_M, BLOCK_K, EVEN_K)
-        w_part = load_k(w_tile, K - done, BLOCK_K, EVEN_K >= BLOCK_K)
-        acc = multiply(x_part, w_part, acc)
-        x_tile += BLOCK_K
-        w_tile += BLOCK_K
+    w += (expert.to(tl.int64) * N + column) * (K // PACK)
+    scale_n = expert.to(tl.int64) * scale_rows(N, SCALE_N) + scale_row(column + n, SCALE_N)
+    acc = product(
+        x_tile, w, scales, zeros, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), n, scale_n, left, K,
+        CODES, PACK, GROUP, HAS_ZEROS, EVEN_K, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias + expert * N + column + n).to(tl.float32)[None, :]
     acc *= tl.load(shares + tl.load(pairs + first + m))[:, None]
