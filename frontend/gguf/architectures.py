@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+TENSORS = {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
+"""What stands outside of the blocks."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -52,8 +55,6 @@ class Architecture:
     partial: bool = False
     big: int | None = None
 
-
-TENSORS = {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
 
 _KEYS = {
     "block_count": "num_hidden_layers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,7 +94,7 @@ def config_words(
 def _refuse_unknown(
     metadata: Mapping[str, Any], own: Mapping[str, Any], name: str, architecture: Architecture, source: str
 ) -> None:
-    fixed = FIXED | architecture.fixed
+    fixed = {**FIXED, **architecture.fixed}
     known = {*architecture.keys, *architecture.unused, *CHECKED, *OVERRIDES, *rope.KEYS, *fixed}
     known |= {WINDOW, PATTERN} if architecture.windows is not None else set()
     unknown = [f"{name}.{key}" for key in own if key not in known]
@@ -141,17 +142,30 @@ def _windows(own: Mapping[str, Any], architecture: Architecture, source: str) ->
     return {"sliding_window": window, "layer_types": kinds}
 
 
+def _head_sizes(own: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """hidden / heads, and head_dim; None where the keys do not say, which the family's reader names."""
+    hidden, heads, head_dim = own.get("embedding_length"), own.get("attention.head_count"), own.get(_KEY_LENGTH)
+    each = None
+    if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
+        each = hidden // heads
+    return each, head_dim if type(head_dim) is int and head_dim > 0 else each
+
+
 def _head_words(own: Mapping[str, Any], config: dict[str, Any], architecture: Architecture) -> None:
     """Words that are computed from the size of a head."""
-    hidden, heads, head_dim = (own.get(key) for key in ("embedding_length", "attention.head_count", _KEY_LENGTH))
-    whole = type(hidden) is type(heads) is int and hidden > 0 and heads > 0
-    head_dim = head_dim or (hidden // heads if whole else None)
+    each, head_dim = _head_sizes(own)
     rotary = own.get(_ROTARY, head_dim)
-    if architecture.partial and type(rotary) is type(head_dim) is int and head_dim > 0 and rotary != head_dim:
-        config["partial_rotary_factor"] = rotary / head_dim
-    if architecture.big is not None and whole:
+    if architecture.partial and type(rotary) is int and head_dim is not None and rotary != head_dim:
+        config["partial_rotary_factor"] = share(rotary, head_dim)
+    if architecture.big is not None:
         # gemma_pytorch's config.py: the largest model of either generation divides by hidden / heads.
-        config["query_pre_attn_scalar"] = hidden // heads if own.get("block_count") == architecture.big else head_dim
+        config["query_pre_attn_scalar"] = each if own.get("block_count") == architecture.big else head_dim
+
+
+def share(part: int, whole: int) -> float:
+    """The share of `whole` that, multiplied by it and cut to a whole number, is `part` again."""
+    found = part / whole
+    return found if int(whole * found) == part else math.nextafter(found, 2)
 
 
 _KEY_LENGTH, _ROTARY = "attention.key_length", "rope.dimension_count"
@@ -160,11 +174,10 @@ _KEY_LENGTH, _ROTARY = "attention.key_length", "rope.dimension_count"
 def _cross_check(
     said: Mapping[str, Any], config: Mapping[str, Any], name: str, architecture: Architecture, source: str
 ) -> None:
-    hidden, heads = said.get("embedding_length"), said.get("attention.head_count")
-    head_dim = said.get(_KEY_LENGTH) or (hidden // heads if type(hidden) is type(heads) is int and heads else None)
+    _, head_dim = _head_sizes(said)
     expected = {
         "vocab_size": config["vocab_size"],
-        "attention.head_count_kv": heads,
+        "attention.head_count_kv": said.get("attention.head_count"),
         "attention.value_length": head_dim,
         "rope.freq_base_swa": config.get("rope_theta"),
     }
