@@ -43,7 +43,7 @@ ATTRIBUTES = {
     IntegerAttr: "i64",
     FloatAttr: "f64",
     StringAttr: "string",
-    ArrayAttr: "strings",
+    ArrayAttr: "list",
     DenseArrayBase: "numbers",
     UnitAttr: "flag",
 }

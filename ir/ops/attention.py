@@ -110,6 +110,7 @@ class AttentionOp(PlaitOp):
         q, k, v = (activation_type(value, name) for value, name in ((self.q, "q"), (self.k, "k"), (self.v, "v")))
         heads, kv_heads, head_dim = self.heads.value.data, self.kv_heads, self.head_dim
         require(heads > 0, "heads must be positive, not {}", heads)
+        require(not self.cache.is_latent, "{} keeps no values", self.cache)
         require(heads % kv_heads == 0, "{} query heads do not divide over {} KV heads", heads, kv_heads)
         wide, narrow = tokens_by(heads * head_dim, q.element_type), tokens_by(kv_heads * head_dim, q.element_type)
         require(q == wide, "q is {}, but {} heads of {} make {}", q, heads, head_dim, wide)

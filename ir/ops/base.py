@@ -13,7 +13,7 @@ from xdsl.dialects import builtin
 from xdsl.dialects.builtin import (
     DYNAMIC_INDEX,
     I64,
-    DenseArrayBase,
+    ArrayAttr,
     Float64Type,
     FloatAttr,
     IntegerAttr,
@@ -46,8 +46,9 @@ def f64(value: float) -> F64Attr:
     return FloatAttr(value, _F64)
 
 
-def f64s(values: Sequence[float]) -> Attribute:
-    return DenseArrayBase.from_list(_F64, list(values))
+def f64s(values: Sequence[float]) -> ArrayAttr[F64Attr]:
+    """No dense array: xDSL writes some numbers as their bits, and does not read those there."""
+    return ArrayAttr([f64(value) for value in values])
 
 
 def properties(**values: int | float | str | tuple[float, ...] | None) -> dict[str, Attribute]:

@@ -288,7 +288,9 @@ class ExpertsOp(PlaitOp):
         require(activation in known, "activation is one of {}, not {}", ", ".join(known), activation)
         for name in ("alpha", "limit"):
             value = number(getattr(self, name))
-            require((value is not None) == (activation == CLAMPED), "{} belongs to {} alone", name, CLAMPED)
+            require(
+                (value is not None) == (activation == CLAMPED), "{} is given for {} and for no other", name, CLAMPED
+            )
             if value is not None:
                 require_positive(value, name)
 

@@ -153,6 +153,7 @@ class LatentAttentionOp(PlaitOp):
         kind, heads = activation_type(self.q_latent, "q_latent"), self.heads.value.data
         require(heads > 0, "heads must be positive, not {}", heads)
         require(self.cache.is_latent and self.cache.kv_heads.data == 1, "{} keeps no latent rows", self.cache)
+        require(self.cache.window_tokens is None, "{} has a window where every key is visible", self.cache)
         latent, rope = self.widths
         require(rope > 0, "{} has no rotary part", self.cache)
         widths = {"q_latent": heads * latent, "q_rope": heads * rope, "latent": latent, "k_rope": rope}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from xdsl.dialects.builtin import DenseArrayBase, Float64Type, StringAttr, TensorType
+from xdsl.dialects.builtin import ArrayAttr, StringAttr, TensorType
 from xdsl.ir import Attribute, SSAValue
 from xdsl.irdl import irdl_op_definition, operand_def, opt_prop_def, prop_def, result_def
 
@@ -53,7 +53,7 @@ class RopeOp(PlaitOp):
     beta_slow = opt_prop_def(F64Attr)
     original_positions = opt_prop_def(I64Attr)
     truncate = opt_prop_def(I64Attr)
-    factors = opt_prop_def(DenseArrayBase[Float64Type])
+    factors = opt_prop_def(ArrayAttr[F64Attr])
     attention_factor = opt_prop_def(F64Attr)
     result = result_def(TensorType)
 
@@ -85,7 +85,7 @@ class RopeOp(PlaitOp):
     @property
     def rope(self) -> Rope:
         """The parameters as one value."""
-        factors = None if self.factors is None else tuple(self.factors.get_values())
+        factors = None if self.factors is None else tuple(factor.value.data for factor in self.factors)
         given = {name: number(getattr(self, name)) for name in PARAMETERS if name != "factors"}
         return Rope(theta=self.theta.value.data, kind=self.kind.data, factors=factors, **given)  # type: ignore[arg-type]
 
@@ -98,7 +98,8 @@ class RopeOp(PlaitOp):
         kind, head_dim, rotated = activation_type(self.x, "x"), self.head_dim.value.data, self.rotated
         require(head_dim > 0, "head_dim must be positive, not {}", head_dim)
         what = "head_dim" if self.rotary_dim is None else "rotary_dim"
-        require(0 < rotated <= head_dim and rotated % 2 == 0, "{} must be even, not {}", what, rotated)
+        require(rotated > 0 and rotated % 2 == 0, "{} must be even, not {}", what, rotated)
+        require(rotated <= head_dim, "{} of {} features cannot turn", rotated, head_dim)
         require(kind.get_shape()[1] % head_dim == 0, "x is {}: not whole heads of {}", kind, head_dim)
         rope = self.rope
         problem = rope.problem()

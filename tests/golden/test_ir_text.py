@@ -12,7 +12,7 @@ from xdsl.rewriter import Rewriter
 
 import plait.ir
 from plait.errors import VerifyError
-from plait.ir import Builder, parse_module, print_module, weights
+from plait.ir import Builder, Rope, parse_module, print_module, weights
 from plait.ir.passes import SLICE_PIPELINE, parse_passes, run_passes, slice_modules
 from plait.ir.quant import quantise_types
 from plait.ir.types import PackedType, QuantType, element, tensor
@@ -61,6 +61,63 @@ def opaque_module() -> ModuleOp:
     weights = {"w": ((3, 4), "float32"), "b": ((4,), "bfloat16")}
     programs = ['module {\n  "eight"\n}', "module {}"]
     return b.finish({"logits": b.opaque(weights, programs=programs, lengths=[8, 16], flops=[10, 20], vocabulary=7)})
+
+
+def families_module() -> ModuleOp:
+    """Every op and attribute that some families alone have, in two blocks."""
+    b = Builder("m", "float32")
+    x = b.scale(b.add(b.embed("table", 32, 16), b.embed_positions("places", 64, 16)), 4.0)
+    b.block = 0
+    h = b.layer_norm(x, "in", "in.b", 1e-5)
+    yarn = Rope(1e4, "yarn", 8.0, None, None, 4096, beta_fast=32.0, beta_slow=1.0, truncate=1, attention_factor=1.25)
+    q_latent = b.head_linear(b.linear(h, "q", 16), "k_b", (2, 8, 6), transposed=True)
+    q_rope, k_rope = (b.rope(b.linear(h, name, width), 4, yarn) for name, width in (("q_r", 8), ("k_r", 4)))
+    y = b.latent_attention(q_latent, q_rope, b.linear(h, "kv_a", 6), k_rope, heads=2, scale=0.5)
+    x = b.add(x, b.head_linear(y, "v_b", (2, 8, 6)))
+    x = b.add(x, b.linear(b.gelu(b.linear(b.layer_norm(x, "post", None, 1e-5), "fc", 24), "tanh"), "proj", 16))
+    b.block = 1
+    h = b.rms_norm(x, "in1", 1e-6, offset=1.0)
+    q, k = (b.linear(h, name, width) for name, width in (("q1", 16), ("k1", 8)))
+    longrope = Rope(1e4, "longrope", factors=(1.0, 2.5), attention_factor=1.5)
+    q, k = b.rms_norm(q, "q_n", 1e-6, group=8, offset=1.0), b.layer_norm(k, "k_n", None, 1e-6, group=8, per_group=True)
+    q, k = (b.rope(y, 8, longrope, 4) for y in (q, k))
+    x = b.add(x, b.attention(q, k, b.linear(h, "v1", 8), heads=2, kv_heads=1, head_dim=8, scale=0.5))
+    h = b.rms_norm(x, "post1", 1e-6)
+    routing = b.router(
+        h,
+        "router",
+        4,
+        bias="router.b",
+        selection_bias="selection",
+        experts_per_token=2,
+        scoring="sigmoid",
+        normalise=1e-20,
+        scale=2.5,
+        groups=2,
+        groups_per_token=1,
+        group_score="top2",
+    )
+    stacks = ("gate", "up", "down")
+    mixed = b.experts(
+        h,
+        routing,
+        stacks,
+        24,
+        biases=("gate.b", "up.b", "down.b"),
+        experts_per_token=2,
+        activation="clamped_swiglu",
+        alpha=1.5,
+        limit=7.0,
+    )
+    plain = b.experts(h, routing, ("gate2", "up2", "down2"), 24, experts_per_token=2)
+    b.block = None
+    module = b.finish({"logits": b.logits(b.add(mixed, plain), "head", 32, scale=0.25, softcap=30.0)})
+    quantise_types(module, dict.fromkeys(("gate2", "up2", "down2"), QuantType.get("e2m1", "e8m0", (1, 8))))
+    return module
+
+
+def test_families_module(golden: Golden) -> None:
+    golden("ir/families.mlir", print_module(families_module()))
 
 
 def test_opaque_module(golden: Golden) -> None:
@@ -113,6 +170,7 @@ CUT = slice_modules(build(Shape(blocks=3)), [(0, 1), (1, 3)])[1]
 
 QUANTISED = quantised_module()
 OPAQUE = opaque_module()
+FAMILIES = families_module()
 
 EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ("eps zero", ONE, r"eps = 1\.0*e-05", "eps = 0.0"),
@@ -228,6 +286,62 @@ EDITS: tuple[tuple[str, ModuleOp, str, str], ...] = (
     ("a quantised norm", QUANTISED, r"tensor<16xf32>", "tensor<16x1x!plait.quant<si8, scale f32 per tensor>>"),
     ("sinks of other heads", QUANTISED, r"tensor<4xf32>", "tensor<5xf32>"),
     ("an approximation nobody knows", QUANTISED, r"\"tanh\"", '"erf"'),
+    ("groups that do not divide", FAMILIES, r"group = 8", "group = 3"),
+    ("an infinite offset", FAMILIES, r"offset = 1\.0*e\+00", "offset = 0x7FF0000000000000"),
+    ("a bias of another shape", FAMILIES, r"%9, %10 (.*)tensor<16xf32>\)", r"%9, %5 \1tensor<64x16xf32>)"),
+    ("a factor of zero", FAMILIES, r"factor = 4\.0*e\+00", "factor = 0.0"),
+    ("rope heads of nothing", FAMILIES, r"head_dim = 8", "head_dim = 0"),
+    ("a rope part wider than its head", FAMILIES, r"rotary_dim = 4", "rotary_dim = 10"),
+    ("factors for other pairs", FAMILIES, r", 2\.50*e\+00 : f64", ""),
+    ("a factor of a pair that is zero", FAMILIES, r"2\.50*e\+00", "0.0"),
+    ("a ramp the wrong way", FAMILIES, r"beta_slow = 1\.0", "beta_slow = 64.0"),
+    ("half a truncation", FAMILIES, r"truncate = 1", "truncate = 2"),
+    ("values wider than keys", FAMILIES, r"values 6", "values 11"),
+    ("values of nothing", FAMILIES, r"values 6", "values 0"),
+    ("a latent without a rotary part", FAMILIES, r"values 6", "values 10"),
+    ("latent rows of nobody", FAMILIES, r", values 6", ""),
+    ("latent rows in a window", FAMILIES, r"values 6", "window 8, values 6"),
+    ("attention to latent rows", FAMILIES, r"1x8xf32", "1x8xf32, values 6"),
+    ("latent rows in bf16", FAMILIES, r"1x10xf32", "1x10xbf16"),
+    (
+        "latent heads",
+        FAMILIES,
+        r"heads = 2 : i64, scale = 5\.0*e-01 : f64, block = 0",
+        "heads = 1, scale = 0.5, block = 0",
+    ),
+    ("a stack turned round", FAMILIES, r"transposed", "turned"),
+    ("a stack not turned round", FAMILIES, r", transposed", ""),
+    ("another input of the router", FAMILIES, r"router %53, (.*) tensor<\?x16xf32>", r"router %23, \1 tensor<?x6xf32>"),
+    ("router bias in f16", FAMILIES, r"tensor<4xf32>", "tensor<4xf16>"),
+    ("more experts than there are", FAMILIES, r"experts_per_token = 2", "experts_per_token = 5"),
+    ("a scoring nobody knows", FAMILIES, r'"sigmoid"', '"entmax"'),
+    ("a sum of one", FAMILIES, r"normalise = 1\.0*e-20", "normalise = 1.0"),
+    ("a score of groups nobody knows", FAMILIES, r'"top2"', '"top3"'),
+    ("groups without a score", FAMILIES, r', group_score = "top2"', ""),
+    ("three groups", FAMILIES, r"groups = 2", "groups = 3"),
+    ("more groups than there are", FAMILIES, r"groups_per_token = 1", "groups_per_token = 3"),
+    ("groups of one", FAMILIES, r"groups = 2 : i64, groups_per_token = 1", "groups = 4 : i64, groups_per_token = 2"),
+    ("a group too few", FAMILIES, r"experts_per_token = 2(.*scoring)", r"experts_per_token = 3\1"),
+    ("another activation", FAMILIES, r'"silu"', '"swish"'),
+    ("alpha without a clamp", FAMILIES, r'activation = "silu"', 'activation = "silu", alpha = 1.0'),
+    ("a clamp without a limit", FAMILIES, r", limit = 7\.0*e\+00 : f64", ""),
+    ("a stack of other experts", FAMILIES, r"tensor<4x16x24xf32>", "tensor<4x16x25xf32>"),
+    ("a stack in bf16", FAMILIES, r"tensor<4x16x24xf32>", "tensor<4x16x24xbf16>"),
+    ("a bias of other experts", FAMILIES, r"%63 : (.*), tensor<4x16xf32>\)", r"%62 : \1, tensor<4x24xf32>)"),
+    (
+        "two biases of three",
+        FAMILIES,
+        r"plait\.experts (.*) experts\((.*) : (.*)\) biases\((.*), %63 : (.*), .*\) \{(.*)\} : (.*) -> (.*)",
+        r'"plait.experts"(\1, \2, \4) <{operandSegmentSizes = array<i32: 1, 1, 1, 1, 1, 1, 1, 0>, \6}> : '
+        r"(\7, \3, \5) -> \8",
+    ),
+    (
+        "a routing of other experts",
+        FAMILIES,
+        r"experts %53, %57 (.*) tensor<\?x4xf32> ->",
+        r"experts %53, %23 \1 tensor<?x6xf32> ->",
+    ),
+    ("logits times nothing", FAMILIES, r"scale = 2\.50*e-01", "scale = 0.0"),
     ("a fixed number of tokens", CUT, r"tensor<\?x16xf32>", "tensor<4x16xf32>"),
     ("a value of no width", CUT, r"tensor<\?x16xf32>", "tensor<?x0xf32>"),
     ("a value of three dimensions", CUT, r"tensor<\?x16xf32>", "tensor<?x16x1xf32>"),

@@ -14,6 +14,7 @@ from plait.errors import VerifyError
 from plait.ir import Builder, ops, parse_module, print_module, read_module, signature, verify, weights
 from plait.ir.ops import OPS
 from plait.ir.passes import SLICE_PIPELINE, run_passes
+from tests.golden.test_ir_text import families_module
 from tests.ir_models import Shape, build
 from tests.props.ir_strategies import NAMES, POSITIVE, Made, modules
 
@@ -42,12 +43,13 @@ def test_round_trip_after_the_passes(made: Made) -> None:
 def test_every_op_makes_the_trip() -> None:
     plain, fused, b = build(Shape(bias=True)), build(Shape(bias=True)), Builder("m", "float32")
     run_passes(fused, SLICE_PIPELINE)
+    families = families_module()
     x = b.embed("table", 4, 8)
     gelu, b = b.finish({"y": b.gelu_mul(x, x)}), Builder("m", "float32")
     b.block = 0
     program = {"programs": ["module {}"], "lengths": [8], "flops": [1], "vocabulary": 7}
     opaque = b.finish({"logits": b.opaque({"w": ((3, 4), "float32")}, **program)})
-    seen = {type(op) for module in (plain, fused, gelu, opaque) for op in ops(check_round_trip(module))}
+    seen = {type(op) for module in (plain, fused, gelu, families, opaque) for op in ops(check_round_trip(module))}
     assert seen == set(OPS)
 
 
@@ -72,14 +74,14 @@ def test_names_keep_every_character(names: list[str]) -> None:
     assert again.attributes["plait.model"] == StringAttr(model)
 
 
-TEXT = print_module(build(Shape(blocks=2, windows=(None, 8))))
+TEXTS = (print_module(build(Shape(blocks=2, windows=(None, 8)))), print_module(families_module()))
 
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_damaged_text_is_refused_or_read_soundly(data: st.DataObject) -> None:
     """Whatever is done to the text: a VerifyError, or a module that holds every rule. Never another exception."""
-    text = TEXT
+    text = data.draw(st.sampled_from(TEXTS))
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(0, len(text) - 1))
         end = data.draw(st.integers(start, min(start + 40, len(text))))
@@ -100,7 +102,7 @@ def test_damaged_text_is_refused_or_read_soundly(data: st.DataObject) -> None:
 @settings(max_examples=150, deadline=None)
 def test_damaged_tokens_are_refused_or_read_soundly(data: st.DataObject) -> None:
     """The same with whole words swapped for other words of the text, which gets past the parser more often."""
-    words = TEXT.split(" ")
+    words = data.draw(st.sampled_from(TEXTS)).split(" ")
     for _ in range(data.draw(st.integers(1, 3))):
         words[data.draw(st.integers(0, len(words) - 1))] = data.draw(st.sampled_from(words))
     try:
@@ -116,5 +118,5 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00module")
     with pytest.raises(VerifyError, match=r"slice\.mlir is not a plait module"):
         read_module(path)
-    path.write_text(TEXT, encoding="utf-8")
-    assert print_module(read_module(path)) == TEXT
+    path.write_text(TEXTS[0], encoding="utf-8")
+    assert print_module(read_module(path)) == TEXTS[0]
