@@ -120,7 +120,7 @@ def _config_in_metadata(path: Path, metadata: dict[str, str]) -> tuple[dict[str,
             hint="--config path/to/config.json",
         )
     source = f"the config in the metadata of {path}"
-    return parse_json(metadata["config"].encode("utf-8", "surrogatepass"), source), source
+    return parse_json(metadata["config"].encode(), source), source
 
 
 def _open_json(path: Path, override: Path | None) -> Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from plait.spec import WeightRef
 MAX_RANK = 8
 MAX_DIM = 1 << 40
 """More than any tensor or config has: beyond them a header is damaged, and products of dimensions stay harmless."""
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a character outside of the first 65,536, as JSON spells it; alone it is none."""
 
 _KINDS = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
 """JSON's own names of what is no object."""
@@ -52,7 +56,7 @@ def unreadable(path: Path, err: OSError) -> CheckpointError:
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
-    """A JSON object. Duplicate keys, NaN and invalid UTF-8 are refused: each has two readings.
+    """A JSON object. Duplicate keys, NaN, invalid UTF-8 and halves of characters are refused: each has two readings.
 
     Raises:
         CheckpointError: `json-invalid`, naming `source`.
@@ -74,6 +78,8 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
 
     try:
         data = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        if _HALF.search(text):
+            json.dumps(data, ensure_ascii=False).encode("utf-8")
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as err:

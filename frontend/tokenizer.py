@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,10 +48,8 @@ class Tokenizer:
         bos_token_id: int | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        try:
+        with library(source):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as err:  # the library raises nothing narrower
-            raise CheckpointError("tokenizer-invalid", f"{source} is not a tokenizer", why=str(err)) from err
         # Settings of a training run may be saved along; a prompt must not be cut or padded in silence.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -128,14 +127,15 @@ class Tokenizer:
                 eos_token=self._name(self.eos_token_ids[0] if self.eos_token_ids else None),
             )
         except jinja2.TemplateError as err:
-            raise UserError("chat-template", "the chat template refuses these messages", why=str(err)) from err
+            raise UserError("chat-template", "the chat template refuses these messages", why=f"{err!s:.500}") from err
         except Exception as err:  # the template is a program of its own: it divides by zero and counts too far
             raise UserError(
-                "chat-template", "the chat template fails on these messages", why=f"{type(err).__name__}: {err}"
+                "chat-template", "the chat template fails on these messages", why=f"{type(err).__name__}: {err!s:.500}"
             ) from err
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with library(self._source):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self) -> StreamDecoder:
         """A decoder for one answer as it comes."""
@@ -146,7 +146,8 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as err:
             raise UserError("text-invalid", "the text holds a lone surrogate, which is no character") from err
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        with library(self._source):
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _name(self, token_id: int | None) -> str:
         return (self._tokenizer.id_to_token(token_id) or "") if token_id is not None else ""
@@ -161,11 +162,29 @@ class Tokenizer:
                 )
             try:
                 self._template = _environment().from_string(self._template_text)
-            except jinja2.TemplateSyntaxError as err:
+            except Exception as err:  # also what is nested too deep
+                where = f"line {err.lineno}" if isinstance(err, jinja2.TemplateSyntaxError) else type(err).__name__
                 raise CheckpointError(
-                    "chat-template-invalid", "the chat template is not valid", why=f"line {err.lineno}: {err.message}"
+                    "chat-template-invalid", "the chat template is not valid", why=f"{where}: {err!s:.500}"
                 ) from err
         return self._template
+
+
+@contextmanager
+def library(source: str) -> Iterator[None]:
+    """Faults of the tokenizers library as plait's own. It raises nothing narrower than Exception, and where a file
+    contradicts itself (a special token without an id) it panics, which is no Exception.
+
+    Raises:
+        CheckpointError: `tokenizer-invalid`.
+    """
+    try:
+        yield
+    except BaseException as err:
+        if not isinstance(err, Exception) and type(err).__name__ != "PanicException":
+            raise
+        what = f"{source} is not a tokenizer that works"
+        raise CheckpointError("tokenizer-invalid", what, why=f"{err!s:.500}") from err
 
 
 class StreamDecoder:

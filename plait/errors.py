@@ -12,6 +12,9 @@ import errno
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+LONGEST = 4000
+"""Characters of one part of an error: a damaged file may hold a name of a million."""
+
 
 class PlaitError(Exception):
     """Base of all errors that plait raises on purpose.
@@ -26,7 +29,8 @@ class PlaitError(Exception):
     exit_code = 1
 
     def __init__(self, code: str, what: str, *, why: str = "", hint: str = "") -> None:
-        self.code, self.what, self.why, self.hint = code, what, why, hint
+        self.code = code
+        self.what, self.why, self.hint = what, why, hint = _readable(what), _readable(why), _readable(hint)
         super().__init__(code, what, why, hint)
 
     def __str__(self) -> str:
@@ -130,6 +134,10 @@ def system_error(error: OSError | MemoryError) -> UserError | None:
         return None
     where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return UserError("system", f"the system refused to go on{where}", why=why, hint=_REFUSALS[number])
+
+
+def _readable(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... and {len(text) - LONGEST} characters more"
 
 
 def _restored(kind: type[PlaitError], args: tuple[Any, ...], fields: dict[str, Any]) -> PlaitError:

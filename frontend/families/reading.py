@@ -26,8 +26,8 @@ from plait.frontend.config_reader import ConfigReader
 from plait.frontend.rope import RopeFacts, partial_factor, read_ropes
 from plait.frontend.views import View
 
-MAX_BLOCKS = 65536
-"""Far beyond any model: a damaged config must not build ops until memory ends."""
+MAX_BLOCKS = 512
+"""Far beyond any model (the deepest have 126): a damaged config must not build ops for minutes."""
 
 _OWN = {part: part for part in STACKS}
 

@@ -1,0 +1,5 @@
+"""See the package."""
+
+from tests.fuzz.sweep import main
+
+raise SystemExit(main())
