@@ -25,7 +25,7 @@ from plait.backends.base import (
     LoadOptions,
     best_tokens,
 )
-from plait.backends.kernels.lowering import Lowering, operand_dtype
+from plait.backends.kernels.lowering import ROPE_TABLE, Lowering, operand_dtype
 from plait.backends.targets import arch_of
 from plait.backends.weights import read_weight, read_weights_json
 from plait.ir import kv_layouts, read_module, signature
@@ -37,22 +37,22 @@ from plait.spec import Capability, KVLayout, Support, kv_class
 ARCHS = ("v1",)
 DTYPES = ("float32",)
 
-#: op class -> the properties and optional operands this backend implements. What is not listed is refused.
+#: op class -> the properties and optional operands this backend implements. What is not listed is refused: mixtures,
+#: and routers that choose by groups.
 PROPERTIES: dict[str, tuple[str, ...]] = {
     "plait.weight": ("symbol",),
-    "plait.rms_norm": ("eps",),
-    "plait.add_rms_norm": ("eps",),
-    "plait.rope": (
-        "head_dim",
-        "kind",
-        "theta",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_positions",
-    ),
+    "plait.rms_norm": ("eps", "group", "offset"),
+    "plait.add_rms_norm": ("eps", "offset"),
+    "plait.layer_norm": ("eps", "group"),
+    "plait.head_linear": ("transposed",),
+    "plait.rope": ("head_dim", "rotary_dim", *ROPE_TABLE),
     "plait.attention": ("heads", "scale", "window", "softcap", "sinks"),
+    "plait.latent_attention": ("heads", "scale"),
+    "plait.gelu": ("approximate",),
     "plait.gelu_mul": ("approximate",),
+    "plait.scale": ("factor",),
+    "plait.router": ("experts_per_token", "scoring", "normalise", "scale"),
+    "plait.logits": ("scale", "softcap"),
 }
 
 LOWERING: Lowering[Callable[..., Any]] = Lowering("numpy")
@@ -109,7 +109,9 @@ class NumpySlice:
             else:
                 self._program.append((LOWERING.emit(op), op.operands, op.results))
         self._kv = [
-            OracleKV(options.pages[kv_class(kind.window)], kind.page_tokens, kind.kv_heads, kind.head_dim)
+            OracleKV(
+                options.pages[kv_class(kind.window)], kind.page_tokens, kind.kv_heads, kind.head_dim, kind.v_head_dim
+            )
             for kind in self.kv_layouts
         ]
         self._values |= dict(zip(self._signature.kv.values(), self._kv, strict=True))
