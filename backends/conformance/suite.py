@@ -21,7 +21,6 @@ from plait.backends.conformance import families
 from plait.backends.conformance.models import (
     ATTENTIONS,
     DEEP,
-    HIDDEN,
     KV_FP8,
     KV_MODELS,
     MODELS,
@@ -346,8 +345,9 @@ def _router_ties(build: Build, bench: Bench, dtype: str) -> None:
     """Of experts that score the same the first are chosen: scores are sums of few binary digits, exact in any order."""
     module, rng = build(dtype), np.random.default_rng(5)
     tensors = cast(dict[str, NDArray[np.float32]], random_weights(module))
-    half = rng.integers(-2, 3, (len(tensors["w"]) // 2, HIDDEN)) / 8
-    tensors["w"] = np.concatenate((half, half)).astype(np.float32)
+    for name in sorted({"w", "b", "s"} & set(tensors)):  # the second half of the experts is as the first
+        half = rng.integers(-2, 3, (len(tensors[name]) // 2, *tensors[name].shape[1:])) / 8
+        tensors[name] = np.concatenate((half, half)).astype(np.float32)
     tensors["x"] = rng.integers(-1, 2, tensors["x"].shape).astype(np.float32)
     tensors["x"][::5] = 0
     oracle = _Reference(module, SCRIPTS["pages4"], tensors)

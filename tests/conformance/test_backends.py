@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.backends.conformance import Case, cases, run_case
-from plait.backends.conformance.models import OPS
+from plait.backends.conformance import Case, cases, families, run_case
+from plait.backends.conformance.models import OPS, QUANTISED
 from plait.registry import IN_TREE, load_backend
 
 TARGETS = {
@@ -22,6 +22,21 @@ TARGETS = {
 
 def test_every_backend_is_held_to_the_suite() -> None:
     assert set(TARGETS) == set(IN_TREE)
+
+
+def test_the_host_refuses_nothing() -> None:
+    """Cases of what a backend need not have pass where it is refused; on the host nothing is."""
+    builds = {
+        **families.OPS,
+        **families.QUANTISED,
+        **families.LATENTS,
+        **families.KV_FP8,
+        **families.MODELS,
+        **QUANTISED,
+    }
+    cpu = load_backend("cpu")
+    refused = {name: cpu.capability("cpu", build("bfloat16")).refused for name, build in builds.items()}
+    assert {name: why for name, why in refused.items() if why} == {}
 
 
 def _is_slow(name: str, case: Case) -> bool:

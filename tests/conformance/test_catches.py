@@ -16,6 +16,7 @@ from plait.backends.base import Backend, CompiledSlice, CompileOptions, Executab
 from plait.backends.conformance import cases, run_case
 from plait.backends.cpu import BACKEND as CPU
 from plait.backends.kernels import attention, step, torch_slice
+from plait.backends.kernels.torch_eager import experts
 from plait.errors import CheckpointError
 
 CASES = {case.name: case for case in cases(("float32",))}
@@ -54,6 +55,10 @@ def _drop(attribute: str) -> Callable[[str], str]:
     return lambda text: re.sub(rf"(, )?\b{attribute} = [-+.e\d]+ : f64", "", text)
 
 
+def _without(pattern: str) -> Callable[[str], str]:
+    return lambda text: re.sub(pattern, "", text)
+
+
 @pytest.mark.parametrize(
     ("edit", "case"),
     [
@@ -65,6 +70,28 @@ def _drop(attribute: str) -> Callable[[str], str]:
         (_set("factor", "7.900000e+00"), "op-rope-llama3"),
         (_set("high_freq_factor", "3.900000e+00"), "model-window-and-full"),
         (lambda text: text.replace('"tanh"', '"none"'), "op-gelu_mul-tanh"),
+        (lambda text: text.replace('"tanh"', '"none"'), "op-gelu-tanh"),
+        (_drop("offset"), "op-rms_norm-offset"),
+        (_drop("offset"), "op-add_rms_norm-offset"),
+        (_set("factor", "-3.010000e-01"), "op-scale"),
+        (_set("attention_factor", "1.000000e+00"), "op-rope-yarn"),
+        (_set("attention_factor", "1.440000e+00"), "op-rope-longrope-part"),
+        (lambda text: text.replace("truncate = 1", "truncate = 0"), "op-rope-yarn"),
+        (lambda text: text.replace("rotary_dim = 8", "rotary_dim = 10"), "op-rope-llama3-part"),
+        (_set("scale", "2.510000e-01"), "op-logits-scale"),
+        (_drop("softcap"), "op-logits-softcap"),
+        (_drop("scale"), "op-router-softmax-bias-normalised"),
+        (_drop("normalise"), "op-router-softmax-bias-normalised"),
+        (_set("normalise", "0.000000e+00"), "op-router-groups-top2"),
+        (_without(r" selection %\d+ : tensor<8xf32>"), "op-router-sigmoid-selection"),
+        (_without(r" bias %\d+ : tensor<8xf32>"), "op-router-softmax-bias-normalised"),
+        (_without(r", groups = .*?\"max\""), "op-router-groups-max"),
+        (lambda text: text.replace('"top2"', '"max"'), "op-router-groups-top2"),
+        (_set("alpha", "1.000000e+00"), "op-experts-clamped-biases"),
+        (_set("limit", "1.010000e+00"), "op-experts-clamped-biases"),
+        (_without(r" biases\(.*?\)"), "op-experts-gelu_tanh-biases"),
+        (lambda text: text.replace('"gelu"', '"gelu_tanh"'), "op-experts-gelu"),
+        (_set("scale", "2.010000e-01"), "attention-latent-heads6-pages4"),
     ],
 )
 def test_a_dropped_attribute_fails(edit: Callable[[str], str], case: str, tmp_path: Path) -> None:
@@ -142,6 +169,16 @@ def test_codes_that_are_rounded_otherwise_fail(
     monkeypatch.setattr(attention, "to_codes", lambda values, kind: wrong(values, kind).view(torch.uint8))
     with pytest.raises(AssertionError, match=said):
         run_case(CASES[case], CPU, "cpu", tmp_path)
+
+
+@pytest.mark.parametrize("case", ["softmax-bias-normalised", "sigmoid-selection", "groups-max", "groups-top2"])
+def test_the_last_of_equal_experts_fails(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_largest(values: Any, count: int) -> Any:
+        return values.shape[1] - 1 - torch.argsort(values.flip(1), dim=1, descending=True, stable=True)[:, :count]
+
+    monkeypatch.setattr(experts, "first_largest", last_largest)
+    with pytest.raises(AssertionError, match="other experts than the first of equals"):
+        run_case(CASES[f"op-router-{case}-ties"], CPU, "cpu", tmp_path)
 
 
 def test_new_tokens_that_are_not_rounded_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
