@@ -23,7 +23,7 @@ from plait.frontend.config import (
     read_rotary_dim,
 )
 from plait.frontend.config_reader import ConfigReader
-from plait.frontend.rope import RopeFacts, partial_factor, read_ropes
+from plait.frontend.rope import RopeByContext, RopeFacts, partial_factor, read_ropes
 from plait.frontend.views import View
 
 MAX_BLOCKS = 512
@@ -128,13 +128,20 @@ def read_model(
         hidden_size=reader.positive("hidden_size"),
         layers=tuple(layers),
         norm=norm,
-        max_positions=reader.positive("max_position_embeddings"),
+        max_positions=_max_positions(reader, layers),
         tied=tied if said is None else said,
         dtype=read_dtype(reader),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=reader.token_ids("eos_token_id"),
         **more,
     )
+
+
+def _max_positions(reader: ConfigReader, layers: Sequence[Layer]) -> int:
+    """The longest sequence: dynamic scaling stretches what the config says by its factor."""
+    ropes = [layer.attention.rope for layer in layers]
+    stretches = [rope.factor for rope in ropes if isinstance(rope, RopeByContext) and rope.long is None]
+    return int(reader.positive("max_position_embeddings") * max(stretches, default=1.0))
 
 
 def rms(reader: ConfigReader, *, offset: float | None = None) -> Norm:

@@ -1,8 +1,8 @@
 """Tiny random checkpoints of every family on every backend, in one slice and in three, against transformers in float32.
 
 48 tokens: beyond windows (8), beyond the original context of scaled ropes (16), beyond a page (16). Whole, in chunks
-of 7, which end inside pages, and token by token (in the last, and not where every shape is compiled anew). Limits are relative to the largest score; another expert chosen, or
-a key too many, moves scores by a thousandth and more.
+of 7, which end inside pages, and in several slices token by token, except where every shape is compiled anew. Limits
+are relative to the largest score; another expert chosen, or a key too many, moves scores by a thousandth and more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import plait
 from plait.frontend.families import FAMILIES as READ
 from tests.checkpoints import random_ids, reference_logits, save
-from tests.families import FAMILIES
+from tests.families import FAMILIES, ORIGINAL
 
 COUNT, LIMIT = 48, 1e-5
 
@@ -75,6 +75,32 @@ def _blocks(folder: Path) -> int:
     config = open_checkpoint(folder).config
     assert isinstance(config, DecoderConfig)
     return config.blocks
+
+
+@pytest.mark.parametrize(("context", "note"), [(32, "within"), (COUNT, "beyond")])
+def test_dynamic_rope_is_the_table_of_the_longest_sequence(context: int, note: str, tmp_path: Path) -> None:
+    """transformers takes another table at each length beyond the original one; at the longest both are one."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    folder = save(tmp_path / "m", "llama", max_position_embeddings=32, rope_parameters=rope)
+    ids = random_ids(context)
+    expected = reference_logits(folder, ids)
+    with plait.compile(folder, "cpu", context=context, run={"in_process": True}) as pipe:
+        assert np.abs(pipe.logits(ids, chunk=7) - expected).max() < LIMIT * np.abs(expected).max()
+        assert pipe.plan.notes is not None
+        assert note in pipe.plan.notes[0]
+        assert pipe.manifest.max_positions == context
+        with pytest.raises(plait.PlaitError, match="positions"):
+            pipe.logits(random_ids(context + 1))
+
+
+def test_longrope_takes_the_short_table_for_short_sequences(tmp_path: Path) -> None:
+    """G62: transformers switches the table in mid-sequence, with stale keys; here it is chosen once, and said."""
+    folder = save(tmp_path / "m", "phi3-longrope")
+    ids = random_ids(ORIGINAL)
+    expected = reference_logits(folder, ids)
+    with plait.compile(folder, "cpu", context=ORIGINAL, run={"in_process": True}) as pipe:
+        assert np.abs(pipe.logits(ids) - expected).max() < LIMIT * np.abs(expected).max()
+        assert pipe.plan.notes == (f"the longrope table is the one for sequences within {ORIGINAL} tokens",)
 
 
 def test_every_family_that_is_read_is_tested() -> None:
