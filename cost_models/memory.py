@@ -23,18 +23,35 @@ from plait.cost_models.tables import Floats, slice_maxima, slice_sums
 from plait.ir.types import QuantType
 from plait.spec import Device, MemoryEstimate, Workload
 
-#: Codes that every GPU computes with, and those of FP8, which some do.
-_EVERY_GPU, _FP8 = ("i8", "u4"), ("e4m3fn", "e4m3fnuz")
+#: The fewest columns with one scale: of whole numbers, and of FP8.
+_LEAST_GROUP, _LEAST_FP8_GROUP = 16, 32
+
+#: Ops that multiply by a matrix, and by one of a stack. A GPU reads the weights of any other op as numbers.
+_PRODUCTS = frozenset({"plait.linear", "plait.logits"})
+_STACKS = frozenset({"plait.experts"})
+
+#: Codes that every GPU multiplies, those that it multiplies in a stack, and those of FP8, which some do.
+_PRODUCT_CODES, _STACK_CODES, _FP8 = ("i8", "u4"), ("i8", "u4", "e2m1"), "e4m3fn"
 
 
-def keeps_quantised(device: Device, kind: Attribute) -> bool:
-    """Whether quantised weights are held as they are stored: 8- and 4-bit integers without a minimum by a GPU, FP8 by
-    one that multiplies it. Any other device is taken to dequantise them: that is more."""
-    if device.backend not in ("cuda", "rocm") or not isinstance(kind, QuantType):
+def keeps_quantised(device: Device, kind: Attribute, readers: frozenset[str] = _PRODUCTS) -> bool:
+    """Whether a quantised weight is held as it is stored, where ops of these names read it: codes of 8 and 4 bits
+    without a minimum by a GPU, FP8 by one that multiplies it, MXFP4 in stacks of experts. What is left is dequantised
+    when it is loaded. tests/host/test_held.py holds this against the kernels' own plans."""
+    stacked = readers <= _STACKS
+    if (
+        device.backend not in ("cuda", "rocm")
+        or not isinstance(kind, QuantType)
+        or not (stacked or readers <= _PRODUCTS)
+    ):
         return False
     if kind.minimum_dtype is not None or kind.has_outer or kind.is_ordered:
         return False
-    return kind.code_name in _EVERY_GPU or (kind.code_name in _FP8 and "fp8" in device.peak_flops_per_s)
+    group = kind.block[1]
+    power = group == 0 or (group >= _LEAST_GROUP and group & (group - 1) == 0)
+    if kind.code_name == _FP8:
+        return "fp8" in device.peak_flops_per_s and not group % _LEAST_FP8_GROUP and (power or not stacked)
+    return power and kind.code_name in (_STACK_CODES if stacked else _PRODUCT_CODES)
 
 
 def capacity_bytes(device: Device) -> int:
@@ -63,7 +80,7 @@ class MemoryModel:
         """[start, end) -> bytes on a device, in the model's dtype where it does not keep them as they are stored."""
         model = self.held.get(device.id, self.profile)
         wide = [
-            [(name, size) for name, size, kind in unit.dequantised if not keeps_quantised(device, kind)]
+            [(own.name, own.more_bytes) for own in unit.quantised if not keeps_quantised(device, own.kind, own.readers)]
             for unit in model.units
         ]
         stored = self.weights if model is self.profile else _each_once([unit.weights for unit in model.units])

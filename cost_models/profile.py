@@ -71,14 +71,29 @@ class UnitFacts:
 
 
 @dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight that is stored quantised.
+
+    Attributes:
+        more_bytes: than it is stored in, where it is held in the dtype that is computed in.
+        kind: its element type.
+        readers: names of the unit's ops that take it.
+    """
+
+    name: str
+    more_bytes: int
+    kind: Attribute
+    readers: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Unit:
     """`weights` are (name, bytes) of the tensors it uses; a name in two units is one tensor (a tied embedding).
-    `dequantised` are (name, more bytes, element type) of the quantised ones, where a backend holds them in the model's
-    dtype."""
+    `quantised` are those that are stored quantised."""
 
     facts: UnitFacts
     weights: tuple[tuple[str, int], ...]
-    dequantised: tuple[tuple[str, int, Attribute], ...] = ()
+    quantised: tuple[QuantisedWeight, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -169,14 +184,14 @@ def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProf
                 activation_bytes_per_token=int(unit.facts.activation_bytes_per_token * ratio),
             )
         # What is quantised stays as it is stored; where it is dequantised, that changes.
-        more = {name: (size, kind) for name, size, kind in unit.dequantised}
+        stored, names = dict(unit.weights), {weight.name for weight in unit.quantised}
         return Unit(
             facts,
-            tuple((name, size if name in more else int(size * ratio)) for name, size in unit.weights),
+            tuple((name, size if name in names else int(size * ratio)) for name, size in unit.weights),
             tuple(
-                (name, int((size + more[name][0]) * ratio) - size, more[name][1])
-                for name, size in unit.weights
-                if name in more
+                replace(weight, more_bytes=int((size + weight.more_bytes) * ratio) - size)
+                for weight in unit.quantised
+                for size in (stored[weight.name],)
             ),
         )
 
@@ -216,23 +231,24 @@ def _numbered(module: ModuleOp, count: int) -> Iterator[tuple[PlaitOp, int]]:
 
 def _weights(
     module: ModuleOp, number: dict[PlaitOp, int], units: int
-) -> list[tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int, Attribute], ...]]]:
+) -> list[tuple[tuple[tuple[str, int], ...], tuple[QuantisedWeight, ...]]]:
     """The tensors each unit uses, in the order of the module, and the quantised among them: `Unit`'s fields."""
     held: list[list[tuple[str, int]]] = [[] for _ in range(units)]
-    more: list[list[tuple[str, int, Attribute]]] = [[] for _ in range(units)]
+    quantised: list[list[QuantisedWeight]] = [[] for _ in range(units)]
     for op in ops(module):
         if not isinstance(op, WeightOp):
             continue
-        kind = op.result.type
+        name, kind = op.symbol.data, op.result.type
         size = _bytes(kind)
         assert isinstance(kind, TensorType)
         wide = prod(kind.get_shape()) * dtype_bytes(held_dtype(op)) - size
-        users = {number[use.operation] for use in op.result.uses if isinstance(use.operation, PlaitOp)}
-        for unit in sorted(users):
-            held[unit].append((op.symbol.data, size))
+        users = [use.operation for use in op.result.uses if isinstance(use.operation, PlaitOp)]
+        for unit in sorted({number[user] for user in users}):
+            held[unit].append((name, size))
             if isinstance(kind.element_type, Quant):
-                more[unit].append((op.symbol.data, wide, kind.element_type))
-    return [(tuple(stored), tuple(beside)) for stored, beside in zip(held, more, strict=True)]
+                readers = frozenset(user.name for user in users if number[user] == unit)
+                quantised[unit].append(QuantisedWeight(name, wide, kind.element_type, readers))
+    return [(tuple(stored), tuple(beside)) for stored, beside in zip(held, quantised, strict=True)]
 
 
 def _kind(group: list[PlaitOp]) -> Any:

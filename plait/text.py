@@ -17,7 +17,6 @@ from plait import artifact as artifacts
 from plait.backends.targets import is_emulated
 from plait.backends.weights import read_weights_json
 from plait.cost_models.host import memory_bytes
-from plait.cost_models.memory import keeps_quantised
 from plait.errors import FitError, UsageError, did_you_mean
 from plait.frontend.tokenizer import Tokenizer
 from plait.ir.numbers import NUMPY
@@ -26,7 +25,7 @@ from plait.present import accelerators
 from plait.runtime.pipeline import Pipeline as TokenPipeline
 from plait.runtime.request import Request
 from plait.runtime.sampler import SamplingParams
-from plait.spec import Device, Manifest, ManifestSlice, Plan, parts
+from plait.spec import Manifest, ManifestSlice, MemoryEstimate, Plan
 from plait.words import bytes_text
 
 if TYPE_CHECKING:
@@ -197,14 +196,8 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
     """
     if accelerators():
         return  # which slices they take is for the backends to say
-    devices = {device.id: device for device in artifact.plan.cluster.devices}
     parts = [
-        (
-            planned,
-            planned.memory.weights_bytes
-            + planned.memory.kv_bytes
-            + _dequantised_bytes(artifact, part, devices[planned.devices[0]]),
-        )
+        (planned, _weight_bytes(artifact, part, planned.memory) + planned.memory.kv_bytes)
         for planned, part in zip(artifact.plan.slices, artifact.manifest.slices, strict=True)
         if planned.memory is not None and (part.backend == "cpu" or is_emulated(part.runs_on))
     ]
@@ -224,13 +217,12 @@ def _check_host_memory(artifact: artifacts.Artifact) -> None:
     )
 
 
-def _dequantised_bytes(artifact: artifacts.Artifact, part: ManifestSlice, device: Device) -> int:
-    """What a slice takes here beside what a device that keeps weights quantised would take: the host does not."""
+def _weight_bytes(artifact: artifacts.Artifact, part: ManifestSlice, planned: MemoryEstimate) -> int:
+    """What the weights of a slice take here: the host keeps none quantised, whatever its device does."""
     refs = read_weights_json(artifact.folder / part.folder / "weights.json").values()
-    kinds = [(ref, quant_type(ref)) for ref in refs]
-    stored = [ref for ref, kind in kinds if kind is not None and keeps_quantised(device, kind)]
-    wide = sum(prod(ref.shape) for ref in stored) * NUMPY[part.dtype].itemsize
-    return wide - sum(piece.nbytes for ref in stored for piece in parts(ref))
+    if all(quant_type(ref) is None for ref in refs):
+        return planned.weights_bytes
+    return sum(prod(ref.shape) for ref in refs) * NUMPY[part.dtype].itemsize
 
 
 def _end(owner: int, pipeline: TokenPipeline, on_close: Callable[[], None] | None) -> None:

@@ -206,9 +206,9 @@ def _adapters(folder: Path) -> None:
     from tests.adapters import save_adapter
     from tests.checkpoints import save
 
-    for name in ("llama", "gpt2"):
+    for name, changed in (("llama", {}), ("gpt2", {"conv1d": True, "target_modules": ["c_attn", "c_fc"]})):
         source = save(folder / f"{name}-source", name)
-        save_adapter(folder / name, source)
+        save_adapter(folder / name, source, **changed)
         shutil.move(source, folder / name / "model")
 
 

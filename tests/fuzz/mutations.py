@@ -133,8 +133,12 @@ def _nearby(random: Random, holder: Any, key: Any, places: Any) -> None:
     value = holder[key]
     if isinstance(value, bool):
         holder[key] = not value
-    elif isinstance(value, int | float):
-        holder[key] = random.choice((value + 1, value - 1, value * 2, -value, value / 2, str(value)))
+    elif isinstance(value, int):
+        holder[key] = random.choice(
+            (value + 1, value - 1, value * 2, -value, value // 2, float(value % 2**60), f"{value % 2**60}")
+        )
+    elif isinstance(value, float):
+        holder[key] = random.choice((value + 1, value * 2, -value, value / 2, str(value)))
     elif isinstance(value, str) and value:
         at = random.randrange(len(value))
         holder[key] = value[:at] + random.choice(("", "x", value[at] * 2)) + value[at + 1 :]
