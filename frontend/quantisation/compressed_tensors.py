@@ -195,7 +195,7 @@ def _weights(reader: ConfigReader, form: str) -> CompressedTensors:
         "tensor_group": lambda: (1, size),
     }
     order = reader.raw("actorder")
-    if order not in _ORDERS:
+    if not isinstance(order, str | bool | None) or order not in _ORDERS:
         raise refuse(reader, "actorder", order, [name for name in _ORDERS if name])
     if _ORDERS[order] and strategy != "group":
         raise reader.error("config-conflict", f"'actorder' is {order!r} and the strategy {strategy}")
