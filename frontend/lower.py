@@ -27,9 +27,7 @@ _COMPARE_BYTES = 1 << 24
 """Read at a time: two tables of gigabytes are compared in little memory."""
 
 
-def lower(
-    checkpoint: Checkpoint, dtype: str | None = None, *, read: bool = True, keep_blocks: bool = False
-) -> ModuleOp:
+def lower(checkpoint: Checkpoint, dtype: str | None = None, *, read: bool = True, keep_blocks: bool = True) -> ModuleOp:
     """The module of the whole model, in `dtype` (default: the checkpoint's). Where there are weights they are checked.
 
     Weights with scales of their own stay quantised: `dtype` is that of activations and of the other weights.
@@ -98,7 +96,8 @@ def _stored(stored: Mapping[str, WeightRef], keep_blocks: bool) -> dict[str, Qua
         for name, ref in stored.items()
         if len(ref.shape) > 1 and (keep_blocks or ref.encoding not in GGUF)
     }
-    return {name: kind for name, kind in kinds.items() if kind is not None}
+    # Blocks that are torn apart may leave rows that end inside a group: such a weight is dequantised when it is read.
+    return {name: kind for name, kind in kinds.items() if kind is not None and kind.problem(stored[name].shape) is None}
 
 
 def _said(config: DecoderConfig, module: ModuleOp) -> Mapping[str, Quant]:

@@ -95,9 +95,31 @@ def _vectors(name: str, ref: WeightRef, view: View) -> WeightRef:
     return WeightRef(name, ref.file, 0, 0, ref.encoding, (count, *parts[0].shape), stack=parts)
 
 
+def _crossed(ref: WeightRef, rows: Rows) -> bool:
+    """Whether a scale is for rows of several runs: then no run has scales of its own."""
+    down = ref.block[0] if ref.block is not None else 1
+    return down == 0 or rows.stride % down != 0
+
+
+def _heads(name: str, ref: WeightRef, rows: Rows, matrices: int) -> WeightRef:
+    """A stack whose matrices are rows of one matrix, each with the scales that its rows have there."""
+    runs, total = rows.groups // matrices, rows.groups * rows.stride
+    parts = []
+    for matrix in range(matrices):
+        pieces = tuple(
+            replace(piece, start=piece.start + run * rows.stride)
+            for run in range(matrix * runs, (matrix + 1) * runs)
+            for piece in rows.pieces
+        )
+        parts.append(_one(f"{ref.name}[{matrix}]", ref, View((ref.name,), Rows(1, total, pieces))))
+    return WeightRef(name, ref.file, 0, 0, ref.encoding, (matrices, *parts[0].shape), stack=tuple(parts))
+
+
 def _one(name: str, ref: WeightRef, view: View) -> WeightRef:
     if view.vectors:
         return _vectors(name, ref, view)
+    if view.matrices is not None and view.rows is not None and ref.block is not None and _crossed(ref, view.rows):
+        return _heads(name, ref, view.rows, view.matrices)
     shape, transposed = ref.shape, view.transposed and ref.scale is None
     if view.flat:
         shape = (prod(shape),)
