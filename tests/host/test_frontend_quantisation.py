@@ -277,10 +277,10 @@ def test_memory_is_counted_as_each_backend_holds_the_weights(source: Path, tmp_p
     assert other.estimate(0, 2, resolve(parse_target("cpu"))[0]).weights_bytes == 2 * wide
 
 
-def test_gguf_blocks_stay_quantised_where_asked(tmp_path: Path) -> None:
+def test_gguf_blocks_stay_quantised_unless_asked(tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "m.gguf", save(tmp_path / "m", num_hidden_layers=1), "Q4_1")
     checkpoint = open_checkpoint(path)
-    plain, kept = lower(checkpoint), lower(checkpoint, "bfloat16", keep_blocks=True)
+    plain, kept = lower(checkpoint, keep_blocks=False), lower(checkpoint, "bfloat16")
     assert {dtype_name(op.result.type.element_type) for op in weights(plain).values()} == {"float32"}
     for op in weights(kept).values():
         kind = op.result.type

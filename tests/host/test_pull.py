@@ -69,7 +69,7 @@ def test_pull_writes_the_hugging_face_layout(index: list[list[str]], tmp_path: P
 
     ours, source = open_checkpoint(out), open_checkpoint(tmp_path / "tiny.gguf")
     assert ours.config == source.config
-    assert str(lower(ours)) == str(lower(source))
+    assert str(lower(ours)) == str(lower(source, keep_blocks=False))
     assert ours.weights is not None
     assert source.weights is not None
     for name, ref in ours.weights.items():
