@@ -151,7 +151,7 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
     for name, build in _kv_fp8().items():
         yield f"kv-{name}", _or_refused(build, _against_oracle(build, "pages4", OP_TOLERANCE))
         yield f"kv-{name}-codes", _or_refused(build, partial(_codes, build))
-    yield from _family_checks(dtype)
+    yield from family_checks(dtype)
     yield "refuses-unknown-attribute", _refuses_unknown_attribute
     yield "slices-equal", _slices_equal
     yield "greedy", _greedy
@@ -173,7 +173,7 @@ def _checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
         yield f"kv-pages-{name}", _or_refused(model, partial(check, model))
 
 
-def _family_checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
+def family_checks(dtype: str) -> Iterator[tuple[str, Callable[[Bench, str], None]]]:
     """What a backend need not have."""
     for name, build in families.OPS.items():
         yield f"op-{name}", _or_refused(build, _against_oracle(build, "pages16", OP_TOLERANCE))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from plait.backends.conformance import Case, cases, families, run_case
-from plait.backends.conformance.models import OPS, QUANTISED
+from plait.backends.conformance.models import QUANTISED
+from plait.backends.conformance.suite import family_checks
 from plait.registry import IN_TREE, load_backend
 
 TARGETS = {
@@ -39,9 +40,19 @@ def test_the_host_refuses_nothing() -> None:
     assert {name: why for name, why in refused.items() if why} == {}
 
 
+#: What a backend need not have.
+OF_FAMILIES = {name for name, _ in family_checks("float32")} | {f"quantised-{name}" for name in families.QUANTISED}
+
+
 def _is_slow(name: str, case: Case) -> bool:
-    """What repeats another run on a host: cuda and rocm share cpu's code, and xla multiplies 16 bits in float32."""
-    return name != "cpu" and case.dtype != "float32" and case.name.removeprefix("op-") not in OPS
+    """What repeats another run on a host: cuda and rocm share cpu's code, and xla multiplies 16 bits in float32. Of
+    what families are made of, xla compiles each op once, and one model."""
+    if name in ("cpu", "null"):
+        return False
+    if case.name not in OF_FAMILIES:
+        return case.dtype != "float32" and not case.name.startswith("op-")
+    once = case.name.removeprefix("op-") in families.OPS or case.name == "model-latent"
+    return name != "xla" or case.dtype != "float32" or not once
 
 
 def _every() -> Iterator[object]:

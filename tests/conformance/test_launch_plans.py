@@ -29,6 +29,8 @@ ALWAYS = {
         "greedy-ties",
         "attention-gqa3-pages16",
         "attention-window8-pages4",
+        "op-router-groups-top2-ties",
+        "attention-latent-heads6-pages4",
     ),
     "bfloat16": (
         "op-add_rms_norm",
@@ -39,7 +41,13 @@ ALWAYS = {
         "quantised-linear-u4-zeros",
         "model-window-and-full",
     ),
-    "float16": ("op-rope-llama3", "op-logits-softcap", "quantised-linear-e4m3fn-tensor", "kv-e4m3fn"),
+    "float16": (
+        "op-rope-llama3",
+        "op-logits-softcap",
+        "quantised-linear-e4m3fn-tensor",
+        "kv-e4m3fn",
+        "kv-latent-e4m3fn-codes",
+    ),
 }
 
 #: Whole models are made of what has cases of its own on both: of these each dtype runs on one.
