@@ -213,8 +213,8 @@ def sort_pairs(choices: Array, experts: int, block_pairs: int = 16, block_expert
     return made
 
 
-@pytest.mark.parametrize("blocks", [(4, 1), (16, 4), (64, 16)], ids=str)
-@pytest.mark.parametrize(("rows", "top", "experts"), [(1, 1, 1), (1, 4, 9), (23, 2, 5), (40, 3, 64)])
+@pytest.mark.parametrize("blocks", [(8, 2), (64, 16)], ids=str)
+@pytest.mark.parametrize(("rows", "top", "experts"), [(1, 1, 1), (1, 4, 9), (23, 2, 5), (30, 3, 20)])
 def test_pairs_stand_in_the_order_of_their_experts(rows: int, top: int, experts: int, blocks: tuple[int, int]) -> None:
     rng = np.random.default_rng(6)
     choices = np.stack([rng.permutation(max(experts, top))[:top] for _ in range(rows)]).astype(np.int32)
@@ -462,8 +462,10 @@ def _held(kind: QuantType, names: tuple[str, ...] = families.STACKS) -> Build:
     return op(lambda b, rows: {"y": mixture(b, rows("x", 64))}, dict.fromkeys(names, kind))
 
 
-@pytest.mark.parametrize("target", ["cuda:sm_90a", "rocm:gfx942"])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [(name, "cuda:sm_90a") for name in KEPT] + [(name, "rocm:gfx942") for name in KEPT if name.startswith("e4m3fn")],
+)
 def test_stacks_are_held_as_they_are_stored(name: str, target: str, tmp_path: Path) -> None:
     """On gfx942 e4m3fn becomes e4m3fnuz."""
     made = write(tmp_path / "slice", Script((Turn({0: 9, 1: 1}),), 4), _held(KEPT[name]), "bfloat16", target)
