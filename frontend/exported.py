@@ -1,4 +1,5 @@
-"""Programs that `torch.export.save` wrote (`.pt2`): a decoder from token ids to logits, taken as one opaque op.
+"""Programs that `torch.export.save` wrote (`.pt2`): decoders, raised to plait's ops; what is not made of
+them is taken as one opaque op.
 
 In a `.pt2` each weight is a record of raw bytes, so weights are byte ranges of the file like everybody's. The program
 itself is read by torch, after `pt2` has looked at it.
@@ -6,8 +7,8 @@ itself is read by torch, after `pt2` has looked at it.
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from xdsl.dialects.builtin import ModuleOp
 
-from plait.errors import PlaitError, UnsupportedError
-from plait.frontend.files import TensorFiles, some, unreadable
+from plait.errors import MissingDependencyError, PlaitError, UnsupportedError
+from plait.frontend.aten.raised import FAMILY, Raised, raise_program
+from plait.frontend.files import TensorFiles, unreadable
+from plait.frontend.opaque import FAMILY as OPAQUE
+from plait.frontend.opaque import ProgramConfig, check_program, written
 from plait.frontend.pt2 import Archive, check_code, damaged, read_archive, refuse
-from plait.frontend.torch_mlir import mlir_text, quiet, require
+from plait.frontend.torch_mlir import quiet, require
 from plait.ir import Builder
 from plait.spec import WeightRef
 from plait.spec.weight import Encoding
@@ -27,78 +31,71 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
-FAMILY = "opaque"
-
-LENGTHS = (256, 1024, 4096, 16384)
-"""Tokens of the programs of a module with a dynamic length, up to its own bound, which is one more."""
-
-UNBOUNDED_TOKENS = 1024
-"""The longest sequence of a module that states no bound."""
-
-MAX_CONSTANT_BYTES = 1 << 20
-"""What is no argument of the programs stands in their text; larger tensors do not belong there."""
-
 
 @dataclass(frozen=True)
-class ProgramConfig:
-    """What is known of an exported program; it answers to the names that `DecoderConfig` has.
+class RaisedConfig:
+    """What is known of a program that is made of plait's ops; it answers to the names that `DecoderConfig` has.
 
     Attributes:
-        lengths: tokens of the programs that are made of it, ascending; `max_positions` is the last.
-        bounded: the module says itself how long a sequence may be.
-        arguments: the weights that the programs take, in order. Other tensors stand in their text.
+        ropes: kind and theta of each rope, as they were read back from cosines and sines.
+        notes: what a user should know of the plan.
     """
 
     family: str
     file: str
     vocab_size: int
+    blocks: int
     max_positions: int
-    lengths: tuple[int, ...]
-    bounded: bool
-    arguments: tuple[str, ...]
+    ropes: tuple[str, ...]
     dtype: str
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-
-    def build(self, dtype: str) -> ModuleOp:
-        return build_program(self, dtype)
-
-    def unused(self) -> dict[str, str]:
-        return {}  # what is no argument of the program stands in its text
+    notes: tuple[str, ...] = ()
 
     @property
-    def note(self) -> str:
-        """What a user should know of the plan."""
-        lengths = ", ".join(f"{length:,}" for length in self.lengths)
-        bound = (
-            "" if self.bounded else f"; the module states no longest sequence, {self.lengths[-1]:,} tokens were taken"
-        )
-        return (
-            "the module is one opaque op, StableHLO by torch-mlir, which only XLA runs; without a KV cache every step "
-            f"computes a sequence anew from its first token, padded to {lengths} tokens{bound}"
+    def note(self) -> str | None:
+        return "; ".join(self.notes) or None
+
+    def build(self, dtype: str) -> ModuleOp:
+        """The module. Raises UnsupportedError, CheckpointError where the file changed since."""
+        found = _program(Path(self.file))
+        assert found.raised is not None
+        return found.raised.build(dtype)
+
+    def unused(self) -> dict[str, str]:
+        """Tensors of the file that no op uses, with the reason."""
+        found = _program(Path(self.file))
+        assert found.raised is not None
+        used = {name.partition("[")[0] for name in found.raised.refs}
+        return dict.fromkeys(
+            found.aliases.keys() - used, "no weight of an op: a table that is computed, or no part of logits"
         )
 
 
 @dataclass(frozen=True)
 class _Program:
-    """A loaded program. `aliases`: the names under which torch knows each argument (a tied table has two)."""
+    """A loaded program, raised or opaque. `aliases`: the names under which torch knows each tensor that a byte range
+    holds (a tied table has two)."""
 
-    config: ProgramConfig
+    config: RaisedConfig | ProgramConfig
     tensors: TensorFiles
-    exported: ExportedProgram
     aliases: dict[str, tuple[str, ...]]
+    raised: Raised | None = None
+    exported: ExportedProgram | None = None
 
 
-def read_program(path: Path) -> tuple[ProgramConfig, TensorFiles]:
-    """Check an exported program: a decoder with one input, token ids [1 or batch, tokens], and one result, logits
-    [1 or batch, tokens, vocabulary], causal and without memory.
+def read_program(path: Path) -> tuple[RaisedConfig | ProgramConfig, TensorFiles]:
+    """Raise an exported program to plait's ops. Where it is not made of them, check that it can be an opaque op:
+    a decoder with one input, token ids [1 or batch, tokens], and one result, logits [1 or batch, tokens, vocabulary],
+    causal and without memory.
 
     Raises:
-        MissingDependencyError: torch or torch-mlir is not installed.
+        MissingDependencyError: torch is not installed, or torch-mlir where it is needed.
         CheckpointError: `exported-damaged`: the file is no whole archive, or torch does not read it.
         UnsupportedError: `exported-*`: it is read, and is no such decoder; names what is in the way.
     """
-    require()
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("torch-missing", f"reading {path.name} needs torch", hint="pip install torch")
     found = _program(path)
     return found.config, found.tensors
 
@@ -117,10 +114,11 @@ def build_program(config: ProgramConfig, dtype: str) -> ModuleOp:
             hint=f"export the module in {dtype}",
         )
     found = _program(Path(config.file))
+    assert found.exported is not None
     with quiet():
-        made = [_written(found, length) for length in config.lengths]
+        made = [written(found.exported, found.aliases, length) for length in config.lengths]
     refs = found.tensors.weights
-    b = Builder(FAMILY, config.dtype)
+    b = Builder(OPAQUE, config.dtype)
     b.block = 0
     logits = b.opaque(
         {name: (refs[name].shape, refs[name].encoding) for name in config.arguments},
@@ -167,124 +165,80 @@ def _read(path: Path, size: int, changed_ns: int) -> _Program:
 
 
 def _load(archive: Archive, exported: ExportedProgram) -> _Program:
-    _check_signature(exported)
-    least, most = _token_range(exported)
-    vocabulary = _vocabulary(exported)
-    longest = max(least, UNBOUNDED_TOKENS) if most is None else most
-    lengths = (*(length for length in LENGTHS if least <= length < longest), longest)
-    refs, aliases = _weights(archive, exported)
-    config = ProgramConfig(
+    refs, aliases = _ranges(archive, exported)
+    if not refs:
+        refuse("weights", "the program has no weights of a dtype that plait reads", ", ".join(_ENCODINGS))
+    dtype = _dtype(refs)
+    files = {str(archive.path): archive.identity}
+    try:
+        # Without decompositions torch only turns what writes in place into results.
+        named = {name: refs[first] for first, names in aliases.items() for name in names}
+        raised = raise_program(exported.run_decompositions({}), named, dtype)
+    except UnsupportedError as reason:
+        return _opaque(archive, exported, TensorFiles(refs, files, {}), aliases, dtype, reason)
+    config = RaisedConfig(
         family=FAMILY,
+        file=str(archive.path),
+        vocab_size=raised.vocabulary,
+        blocks=raised.blocks,
+        max_positions=raised.longest,
+        ropes=raised.ropes,
+        dtype=dtype,
+        notes=raised.notes,
+    )
+    return _Program(config, TensorFiles(dict(raised.refs), files, {}), aliases, raised=raised)
+
+
+def _opaque(
+    archive: Archive,
+    exported: ExportedProgram,
+    tensors: TensorFiles,
+    aliases: dict[str, tuple[str, ...]],
+    dtype: str,
+    reason: UnsupportedError,
+) -> _Program:
+    require()
+    why = reason.what + (f" ({reason.why})" if reason.why else "")
+    kept = {name for names in aliases.values() for name in names}
+    others = {name: tensor for name, tensor in (exported.state_dict | exported.constants).items() if name not in kept}
+    try:
+        lengths, bounded, vocabulary = check_program(exported, others)
+    except UnsupportedError as err:
+        raise UnsupportedError(
+            err.code,
+            err.what,
+            why=f"{err.why or 'it is no opaque op'}; nor is it made of plait's ops: {why}",
+            hint=err.hint,
+        ) from err
+    config = ProgramConfig(
+        family=OPAQUE,
         file=str(archive.path),
         vocab_size=vocabulary,
         max_positions=lengths[-1],
         lengths=lengths,
-        bounded=most is not None,
-        arguments=tuple(refs),
-        dtype=_dtype(refs),
+        bounded=bounded,
+        arguments=tuple(tensors.weights),
+        dtype=dtype,
+        reason=why,
     )
-    _check_causal(exported, least, lengths[0], vocabulary)
-    return _Program(config, TensorFiles(refs, {config.file: archive.identity}, {}), exported, aliases)
+    return _Program(config, tensors, aliases, exported=exported)
 
 
-def _check_signature(exported: ExportedProgram) -> None:
-    # As exported, a program may write in place; without decompositions torch only turns that into results.
-    signature = exported.run_decompositions({}).graph_signature
-    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-    if changed:
-        refuse(
-            "memory",
-            f"the program writes to {some(changed)}",
-            "an opaque op has no memory: a step gets all tokens of a sequence",
-            "export the module without a cache (use_cache=False)",
-        )
-    if len(signature.user_inputs) != 1 or len(signature.user_outputs) != 1:
-        refuse(
-            "signature",
-            f"the program has {len(signature.user_inputs)} inputs and {len(signature.user_outputs)} results",
-            "an opaque op takes token ids and gives logits, and nothing else",
-            "export a wrapper whose forward(tokens) returns the logits alone",
-        )
-    tokens, logits = _value(exported, 0, inputs=True), _value(exported, 0, inputs=False)
-    if tokens is None or len(tokens.shape) != 2 or tokens.dtype not in _integers():
-        refuse("signature", f"the input is {_shown(tokens)}, not token ids [batch, tokens]")
-    if logits is None or len(logits.shape) != 3 or not logits.dtype.is_floating_point:
-        refuse("signature", f"the result is {_shown(logits)}, not logits [batch, tokens, vocabulary]")
-    if isinstance(tokens.shape[0], int) and tokens.shape[0] != 1:
-        refuse(
-            "signature",
-            f"the program takes {tokens.shape[0]} sequences at once",
-            "an opaque op runs one sequence at a time",
-            "export with tokens of shape [1, tokens]",
-        )
-
-
-def _integers() -> tuple[Any, ...]:
-    import torch
-
-    return torch.int64, torch.int32
-
-
-def _shown(value: Any) -> str:
-    return "no tensor" if value is None else f"{value.dtype} {list(value.shape)}"
-
-
-def _value(exported: ExportedProgram, index: int, *, inputs: bool) -> Any:
-    """The fake tensor behind a user's input or result; None where it is no tensor."""
-    signature = exported.graph_signature
-    name = (signature.user_inputs if inputs else signature.user_outputs)[index]
-    for node in exported.graph.nodes:
-        if node.name == name:
-            value = node.meta.get("val")
-            return value if hasattr(value, "dtype") else None
-    return None
-
-
-def _token_range(exported: ExportedProgram) -> tuple[int, int | None]:
-    """The smallest and the largest number of tokens; None where there is no largest."""
-    tokens = _value(exported, 0, inputs=True).shape[1]
-    if isinstance(tokens, int):
-        return tokens, tokens
-    limits = exported.range_constraints.get(tokens.node.expr)
-    if limits is None:
-        refuse(
-            "length",
-            f"the number of tokens is {tokens}, an expression",
-            "programs are made for lengths of our choice",
-            'export with a plain torch.export.Dim("tokens", max=N), or a static length',
-        )
-    # No bound is torch's own infinity, or a number that stands for one.
-    bounded = limits.upper.is_Integer and limits.upper < 1 << 30
-    return max(1, int(limits.lower)), int(limits.upper) if bounded else None
-
-
-def _vocabulary(exported: ExportedProgram) -> int:
-    vocabulary = _value(exported, 0, inputs=False).shape[2]
-    if not isinstance(vocabulary, int):
-        refuse("signature", f"the vocabulary is {vocabulary}, not a fixed number")
-    return int(vocabulary)
-
-
-def _weights(archive: Archive, exported: ExportedProgram) -> tuple[dict[str, WeightRef], dict[str, tuple[str, ...]]]:
-    """The tensors that become arguments, and all names of each. The others become constants of the text."""
+def _ranges(archive: Archive, exported: ExportedProgram) -> tuple[dict[str, WeightRef], dict[str, tuple[str, ...]]]:
+    """The tensors that byte ranges hold, and all names of each."""
     refs: dict[str, WeightRef] = {}
     aliases: dict[str, list[str]] = {}
     first: dict[str, str] = {}
     for name, item in archive.weights.items():
-        tensor, place = exported.state_dict[name], json.dumps([item["path_name"], item["tensor_meta"]], sort_keys=True)
-        ref = _ref(archive, name, item, tensor)
+        place = json.dumps([item["path_name"], item["tensor_meta"]], sort_keys=True)
+        ref = _ref(archive, name, item, exported.state_dict[name])
         if ref is None:
-            _check_constant(name, tensor)
-        elif place in first:
+            continue
+        if place in first:
             aliases[first[place]].append(name)
         else:
             first[place] = name
             refs[name], aliases[name] = ref, [name]
-    for name, tensor in exported.constants.items():
-        if name not in archive.weights:
-            _check_constant(name, tensor)
-    if not refs:
-        refuse("weights", "the program has no weights of a dtype that plait reads", ", ".join(_ENCODINGS))
     return refs, {name: tuple(names) for name, names in aliases.items()}
 
 
@@ -303,105 +257,9 @@ def _ref(archive: Archive, name: str, item: dict[str, Any], tensor: torch.Tensor
     return WeightRef(name, str(archive.path), offset + inside, nbytes, encoding, tuple(tensor.shape))
 
 
-def _check_constant(name: str, tensor: Any) -> None:
-    nbytes = tensor.numel() * tensor.element_size() if hasattr(tensor, "element_size") else 0
-    if nbytes > MAX_CONSTANT_BYTES:
-        refuse(
-            "constant",
-            f"{name!r} is {tensor.dtype} {list(tensor.shape)}, and would have to stand in the program's text",
-            f"contiguous parameters and buffers of {', '.join(_ENCODINGS.values())} are read from the file",
-            "make it a contiguous parameter or buffer of such a dtype",
-        )
-
-
 def _dtype(refs: dict[str, WeightRef]) -> str:
     """The dtype that most bytes are in."""
     sizes: dict[str, int] = {}
     for ref in refs.values():
         sizes[ref.encoding] = sizes.get(ref.encoding, 0) + ref.nbytes
     return max(sizes, key=sizes.__getitem__)
-
-
-def _caller(exported: ExportedProgram) -> tuple[Any, Callable[..., Any]]:
-    """torch's module of the program, and how to call something like it with token ids: by position or by name."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    module = exported.module()
-    args, kwargs = exported.example_inputs or ((None,), {})
-    names = () if args else tuple(kwargs)
-
-    def call(function: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor:
-        typed = tokens.to(_value(exported, 0, inputs=True).dtype)
-        made = function(**{names[0]: typed}) if names else function(typed)
-        (logits,) = (leaf for leaf in pytree.tree_leaves(made) if leaf is not None)
-        assert isinstance(logits, torch.Tensor)
-        return logits
-
-    return module, call
-
-
-def _check_causal(exported: ExportedProgram, least: int, length: int, vocabulary: int) -> None:
-    """Run it: what stands behind a token must not change the token's logits, since sequences are padded there.
-
-    A sample, not a proof: random tokens, cut in the middle.
-    """
-    import torch
-
-    module, call = _caller(exported)
-    length = max(least, min(length, 64))
-    cut = max(1, length // 2)
-    whole = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    other = whole.clone()
-    other[:, cut:] = (other[:, cut:] + 1) % vocabulary
-    samples = [whole, other, *([whole[:, :cut]] if least <= cut < length else [])]
-    try:
-        with torch.no_grad():
-            want, *found = (call(module, sample)[:, :cut].float() for sample in samples)
-    except Exception as err:
-        refuse(
-            "run",
-            "the program does not run on random tokens",
-            f"{type(err).__name__}: {err}"[:300],
-            f"it says that its vocabulary has {vocabulary} tokens: does its table of embeddings?",
-        )
-    limit = (1e-4 if _value(exported, 0, inputs=False).dtype == torch.float32 else 3e-2) * float(want.abs().max())
-    worst = max(float((got - want).abs().max()) for got in found)
-    if not worst <= limit:  # NaN too
-        refuse(
-            "causal",
-            f"the logits of a token depend on what stands behind it, by {worst:.3g}",
-            f"{length} random tokens, the last {length - cut} of them changed or left out; "
-            "sequences are padded at their end, and would get other logits",
-            "export the module in eval mode, with its causal mask",
-        )
-
-
-def _written(found: _Program, length: int) -> tuple[str, int]:
-    """The program at one length as StableHLO, and the flops of its matrix products."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode
-
-    module, call = _caller(found.exported)
-    aliases = found.aliases
-
-    class Stateless(torch.nn.Module):
-        """weights and int32 token ids in, float32 logits [tokens, vocabulary] out."""
-
-        def forward(self, weights: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-            named = {name: weight for names, weight in zip(aliases.values(), weights, strict=True) for name in names}
-
-            def function(*args: Any, **kwargs: Any) -> Any:
-                return torch.func.functional_call(module, named, args, kwargs, tie_weights=False)
-
-            scores: torch.Tensor = call(function, tokens)[0].float()
-            return scores
-
-    tokens = torch.zeros(1, length, dtype=torch.int32)
-    weights = [found.exported.state_dict[name].detach() for name in aliases]
-    # Counted on shapes alone: nothing is computed.
-    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter, torch.no_grad():
-        call(module, torch.zeros(1, length, dtype=torch.int32))
-    text = mlir_text(Stateless(), [weights, tokens], "stablehlo")
-    return text, int(counter.get_total_flops())

@@ -43,9 +43,9 @@ _NAME = re.compile(r"[\w.+-]*")
 """Names become part of Python code too."""
 
 _GUARD = re.compile(
-    r"(?>(?:[A-Za-z_]\w*|L\['\w+'\])\.(?:size|stride)\(\)\[\d+\]|and |or |not |[\d\s+\-*/%(),<>=!&|~])*+"
+    r"(?>(?:[A-Za-z_]\w*|L\['\w+'\](?:\[(?:\d+|'\w+')\])*+)\.(?:size|stride)\(\)\[\d+\]|and |or |not |[\d\s+\-*/%(),<>=!&|~])*+"
 )
-"""Conditions on the input: `L['tokens'].size()[1] <= 50`."""
+"""Conditions on the input: `L['tokens'].size()[1] <= 50`, `L['past'][0][1].size()[2]`."""
 
 _ALLOWED = {"target": _TARGETS, "as_operator": _TARGETS, "guards_code": _GUARD, "expr_str": _EXPRESSION}
 

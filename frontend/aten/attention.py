@@ -104,9 +104,7 @@ def _attend(
     if [atom.kind for atom in token] != ["tokens"] or query.axes[-1] != layout.features(width):
         refuse(node, "its queries do not stand as [..., tokens, head_dim]")
     heads = prod(layout.size(axis) for axis in query.axes[:-2])
-    (key, key_heads), (value, value_heads) = (
-        _keys(raiser, node, query, item, heads, grouped) for item in values[1:]
-    )
+    (key, key_heads), (value, value_heads) = (_keys(raiser, node, query, item, heads, grouped) for item in values[1:])
     if key_heads != value_heads or layout.size(values[2].axes[-1]) != width:
         refuse(node, f"K has {key_heads} heads of {width}, V {value_heads} of {layout.size(values[2].axes[-1])}")
     pasts = [item.past for item in values[1:] if item.past is not None]
@@ -167,7 +165,9 @@ def cached(raiser: Raiser, node: Node) -> Symbol | None:
     at = said["dim"] % rank(node)
     tokens = [atom.kind for atom in view.axes[at]] == ["tokens"]
     if at != 2 or not tokens or len(sizes) != 4 or (sizes[0], sizes[1], sizes[3]) != (1, shape[1], shape[3]):
-        refuse(node, f"the cache {past.node.name!r} is {list(shape)} and gets {sizes}, not [1, KV heads, tokens, head_dim]")
+        refuse(
+            node, f"the cache {past.node.name!r} is {list(shape)} and gets {sizes}, not [1, KV heads, tokens, head_dim]"
+        )
     total = (Atom("total", raiser.graph.far.total),)
     return replace(view, axes=(view.axes[0], view.axes[1], total, view.axes[3]), past=past.node)
 

@@ -81,9 +81,7 @@ class Matcher:
         is_weight, number: what a node is known to be; `number` gives the number that an argument is, or None.
     """
 
-    def __init__(
-        self, graph: Graph, is_weight: Callable[[Node], bool], number: Callable[[Any], float | None]
-    ) -> None:
+    def __init__(self, graph: Graph, is_weight: Callable[[Node], bool], number: Callable[[Any], float | None]) -> None:
         self.graph, self.is_weight, self.number = graph, is_weight, number
         self._terms: dict[Node, Term | None] = {}
 

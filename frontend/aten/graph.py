@@ -1,4 +1,4 @@
-"""A program's graph: what its placeholders are, what depends on the tokens, and where in the source a node came from."""
+"""A program's graph: what its placeholders are, what depends on the tokens, and where a node stands in the source."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 SHAPE_ALONE = frozenset(
-    "sym_size new_ones new_zeros new_full new_empty ones_like zeros_like full_like empty_like".split()
+    ["sym_size", "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like"]
 )
 """Ops whose result depends on the shape of their operand alone."""
 
-SAME = frozenset("clone alias contiguous detach lift_fresh_copy dropout to _to_copy type_as".split())
+SAME = frozenset(["clone", "alias", "contiguous", "detach", "lift_fresh_copy", "dropout", "to", "_to_copy", "type_as"])
 """Ops that change no number, where `Graph.strip` finds nothing against it."""
 
 NEW, PAST = 10_007, 20_011

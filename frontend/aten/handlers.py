@@ -313,7 +313,7 @@ _NORMS: tuple[Handle, ...] = (_rms_norm, _layer_norm)
 _FUNCTIONS: tuple[Handle, ...] = (
     _function("silu", SILU), _function("gelu", GELU), _function("gelu_tanh", GELU_TANH), _function("softcap", SOFTCAP),
 )  # fmt: skip
-_VIEWS = "view reshape _unsafe_view flatten unflatten unsqueeze squeeze".split()
+_VIEWS = ["view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze"]
 
 HANDLERS: Mapping[str, tuple[Handle, ...]] = {
     **dict.fromkeys(SAME, (_same,)),

@@ -12,6 +12,7 @@ from plait.frontend.aten import layout
 from plait.frontend.aten.graph import Graph, refuse, refuse_text
 from plait.frontend.aten.handlers import HANDLERS
 from plait.frontend.aten.raiser import Product, Raiser, Unary, View
+from plait.frontend.onnx_tape import Tape
 from plait.spec import WeightRef
 
 if TYPE_CHECKING:
@@ -23,30 +24,27 @@ FAMILY = "exported"
 
 @dataclass(frozen=True)
 class Raised:
-    """A raised program; step `result` of its tape gives the logits.
+    """A raised program. It does not hold on to the program.
 
     Attributes:
-        bounded: the program says itself how long a sequence may be.
+        tape: step `result` gives the logits.
+        refs: the weights that ops use, by name.
+        ropes: kind and theta of each rope, as they were read back from cosines and sines.
+        longest: tokens of the longest sequence.
+        notes: what a user should know of the plan.
     """
 
-    raiser: Raiser
+    tape: Tape
     result: int
     vocabulary: int
-
-    @property
-    def refs(self) -> dict[str, WeightRef]:
-        return self.raiser.refs
-
-    @property
-    def longest(self) -> int:
-        return self.raiser.facts.longest
-
-    @property
-    def bounded(self) -> bool:
-        return self.raiser.facts.bounded
+    refs: dict[str, WeightRef]
+    blocks: int
+    ropes: tuple[str, ...]
+    longest: int
+    notes: tuple[str, ...]
 
     def build(self, dtype: str) -> ModuleOp:
-        return self.raiser.tape.build(FAMILY, dtype, self.result)
+        return self.tape.build(FAMILY, dtype, self.result)
 
 
 def raise_program(program: ExportedProgram, weights: Mapping[str, WeightRef], dtype: str) -> Raised:
@@ -72,8 +70,21 @@ def raise_program(program: ExportedProgram, weights: Mapping[str, WeightRef], dt
         names = ", ".join(node.name for node in graph.pasts) or "none"
         refuse_text("cache", f"the results behind the logits are not the caches that go in ({names}), in their order",
                     "each is to be K or V of the past with that of the new tokens behind it")  # fmt: skip
-    raiser.tape.build(FAMILY, dtype, result)  # blocks that are not to be told apart are found now
-    return Raised(raiser, result, vocabulary)
+    notes, longest = set(raiser.notes), raiser.facts.longest
+    if not raiser.facts.bounded:
+        notes.add(f"the program states no longest sequence, {longest:,} tokens were taken")
+    made = Raised(
+        tape=raiser.tape,
+        result=result,
+        vocabulary=vocabulary,
+        refs=raiser.refs,
+        blocks=raiser.attentions,
+        ropes=tuple(dict.fromkeys(f"{rope.kind}, theta {rope.theta:g}" for rope, _ in raiser.ropes.values())),
+        longest=longest,
+        notes=tuple(sorted(notes)),
+    )
+    made.build(dtype)  # blocks that are not to be told apart are found now
+    return made
 
 
 def _logits(raiser: Raiser, node: Node) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Raising a graph: every node that depends on the tokens is handed to what knows it, and what nobody knows is named.
 
-A node that is only a part of a formula stays without a meaning of its own. Whoever needs a node without a meaning is told
-where the part begins that is not known, so a graph is raised as a whole or not at all.
+A node that is only a part of a formula stays without a meaning of its own. Whoever needs a node without a meaning is
+told where the part begins that is not known, so a graph is raised as a whole or not at all.
 """
 
 from __future__ import annotations
