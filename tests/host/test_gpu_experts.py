@@ -445,6 +445,18 @@ def test_a_token_reads_the_matrices_of_its_own_experts_alone() -> None:
     assert VOCABULARY > binary.constants["EXPERTS"] > binary.constants["TOP"]
 
 
+def test_a_launch_by_itself_stays_in_its_memory(tmp_path: Path) -> None:
+    """As tuning runs it: nobody has made choices before."""
+    made = write(tmp_path / "slice", Script((Turn({0: 9, 1: 1}),), 4), families.OPS["experts-silu"])
+    with closing(LaunchSlice(made.folder, made.plan, InterpretDevice(), "interpreted", made.options)) as executable:
+        batch = made.player().batches(made.script.turns[0])[0]
+        for index in range(len(made.plan.steps)):
+            executable._arena[:] = 0x3F
+            call = executable.single(batch, index)
+            assert call is not None
+            call()
+
+
 KEPT: dict[str, QuantType] = {
     "e4m3fn-blocks": QuantType.get("e4m3fn", "float32", (24, 32)),
     "e4m3fn-matrix": QuantType.get("e4m3fn"),

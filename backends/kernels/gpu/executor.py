@@ -15,9 +15,11 @@ from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions
 from plait.backends.kernels.gpu.arena import size_bytes
 from plait.backends.kernels.gpu.batch import Facts, fill
 from plait.backends.kernels.gpu.device import Call, Device, Memory, Region
+from plait.backends.kernels.gpu.experts import indices
 from plait.backends.kernels.gpu.expression import evaluate
 from plait.backends.kernels.gpu.held import Reader
 from plait.backends.kernels.gpu.launch import ALIGNMENT, ELEMENT_BYTES, SIDES, LaunchPlan, Side, Step, Value
+from plait.backends.kernels.gpu.table import KERNELS
 from plait.backends.weights import read_weights_json
 from plait.errors import ArtifactError
 from plait.ir.numbers import NUMPY
@@ -144,7 +146,13 @@ class LaunchSlice:
         facts = self._make_facts(batch)
         self._send(facts)
         symbols = facts.symbols | {"R": min(facts.symbols["A"], self._plan.bounds.rows)}
-        return self._call(self._plan.steps[index], symbols, self._regions(symbols, 0))
+        step = self._plan.steps[index]
+        binary = self._plan.binaries[step.choices[0].binary]
+        for name, array in indices(KERNELS[binary.kernel], binary.constants, symbols["T"]).items():
+            pointer = step.pointers[name]
+            assert pointer is not None, "an activation"
+            self._device.write(self._arena, self._plan.activations[pointer.buffer].offset, _bytes(array))
+        return self._call(step, symbols, self._regions(symbols, 0))
 
     # Loading
 

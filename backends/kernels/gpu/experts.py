@@ -24,6 +24,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plait.backends.kernels.gpu import gemm
 from plait.backends.kernels.gpu.archs import Arch
 from plait.backends.kernels.gpu.kernel import Constant, Kernel, Tile
@@ -133,6 +136,21 @@ EXPERTS_SUM = Kernel(
 )
 
 KERNELS = (ROUTE, CHOOSE, SORT_PAIRS, EXPERTS_GATED, EXPERTS_DOWN, EXPERTS_SUM)
+
+
+def indices(kernel: Kernel, constants: Mapping[str, Constant], rows: int) -> dict[str, NDArray[np.int32]]:
+    """What a launch that is timed by itself reads of the steps before it: `rows` tokens, spread evenly over the
+    experts. Whatever else lies there would lead it out of its memory."""
+    if kernel not in (EXPERTS_GATED, EXPERTS_DOWN, EXPERTS_SUM):
+        return {}
+    count, experts = rows * int(constants["TOP"]), int(constants.get("EXPERTS", 1))
+    choices = np.arange(count, dtype=np.int32) % np.int32(experts)
+    pairs = np.argsort(choices, kind="stable").astype(np.int32)
+    places = np.argsort(pairs).astype(np.int32)
+    counts = np.bincount(choices, minlength=experts).astype(np.int32)
+    made = {"choices": choices, "pairs": pairs, "places": places, "counts": counts}
+    return {name: array for name, array in made.items() if name in kernel.pointers}
+
 
 _ONE_WARP = 1024
 """Up to so many experts one warp looks at a row: nothing is shared between warps."""
