@@ -205,9 +205,9 @@ def test_names_and_template_for_the_config() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "word"),
     [
-        ({"pre": "qwen2"}, UnsupportedError, "'qwen2'"),
+        ({"pre": "kimi-k2"}, UnsupportedError, "'kimi-k2'"),
         ({"pre": ...}, UnsupportedError, "None"),
-        ({"model": "llama"}, UnsupportedError, "'llama'"),
+        ({"model": "t5"}, UnsupportedError, "'t5'"),
         ({"add_space_prefix": True}, UnsupportedError, "add_space_prefix"),
         ({"tokens": ...}, CheckpointError, "tokens"),
         ({"merges": ...}, CheckpointError, "merges"),
