@@ -16,20 +16,20 @@ from plait.words import bytes_text
 
 if TYPE_CHECKING:
     from plait.cli.screen import Screen
-    from plait.frontend.config import DecoderConfig
-    from plait.frontend.own import OwnModule
 
 NAME = "inspect"
 
 HELP = """Say what is in a checkpoint or in an artifact.
 
-Of a checkpoint: family, config, tensors by dtype, parameters, KV cache per token, what is unused. Of an artifact:
-slices, files, memory, where each slice runs, and its machine code: every kernel (on a TPU every program) with what it
-uses and what it is predicted to take. Everything plait would refuse when it compiles or runs is refused here too.
+Of a checkpoint: family, what its blocks are, tensors by dtype, parameters, KV cache per token, what is unused; and for
+each target whether every op is taken, what is refused and why, and how quantised weights are held there. Of an
+artifact: slices, files, memory, where each slice runs, and its machine code: every kernel (on a TPU every program) with
+what it uses and what it is predicted to take. What cannot be read at all is refused here too.
 
 \b
     plait inspect smollm2
-    plait inspect model.gguf
+    plait inspect model.gguf --targets h100,mi300,v5e
+    plait inspect phi3 --context 8192
     plait inspect smollm2.plait --why
     plait inspect smollm2.plait --slice 1 --asm rms_norm
     plait inspect smollm2.plait --asm "gemm 960x576 16"
@@ -44,6 +44,18 @@ def command(
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help="The config.json of a weights file that lies alone."),
+    ] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            "--targets", "-t", metavar="LIST", help="Of a checkpoint, the devices to ask: h100,mi300,v5e,cpu."
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context", metavar="N", help="Of a checkpoint, tokens of the longest sequence; default: all it has."
+        ),
     ] = None,
     part: Annotated[
         int | None, typer.Option("--slice", metavar="N", help="Of an artifact, the machine code of this slice only.")
@@ -69,23 +81,30 @@ def command(
             raise UsageError(
                 "inspect-checkpoint", f"{path} is no artifact", why="--slice, --why and --asm ask for code"
             )
-        _checkpoint(screen, path, config)
-    elif asm is not None:
+        _checkpoint(screen, path, config, targets, context)
+        return
+    if targets is not None or context is not None:
+        raise UsageError(
+            "inspect-artifact",
+            f"{path} is an artifact",
+            why="--targets and --context ask what a checkpoint could become",
+        )
+    if asm is not None:
         _assembly(screen, path, part, asm)
     else:
         _artifact(screen, path, part, why=why)
 
 
-def _checkpoint(screen: Screen, path: Path, config: Path | None) -> None:
+def _checkpoint(screen: Screen, path: Path, config: Path | None, targets: str | None, context: int | None) -> None:
     from plait.cli.tables import facts, table
 
-    found = checkpoint_facts(path, config)
+    found, lines = _read(path, config, targets, context)
     tensors, kv = found["tensors"], found["kv_bytes_per_token"]
     stored = "no weights, a config only"
     if tensors is not None:
         count = len(found["files"])
         stored = f"{bytes_text(found['weight_bytes'])} in {count} {'file' if count == 1 else 'files'}"
-    lines = [
+    rows = [
         ("family", found["family"]),
         ("dtype", found["dtype"]),
         ("parameters", f"{found['parameters']:,}"),
@@ -94,57 +113,131 @@ def _checkpoint(screen: Screen, path: Path, config: Path | None) -> None:
         ("max positions", f"{found['max_positions']:,} tokens"),
         ("tokenizer", "yes" if found["tokenizer"] else "none: token ids only"),
         ("chat template", "yes" if found["chat_template"] else "none"),
-        *((name.replace("_", " "), config_text(value)) for name, value in found["config"].items()),
-        ("note", found["note"] or ""),
+        *lines,
+        *(("note", note) for note in found["notes"]),
     ]
-    screen.show(facts(lines, title=found["name"]))
+    screen.show(facts(rows, title=found["name"]))
     if tensors is not None:
-        rows = [(name, str(row["tensors"]), bytes_text(row["bytes"])) for name, row in tensors.items()]
-        screen.show(table(("stored as", "tensors", "size"), rows, right=("tensors", "size")))
+        counted = [(name, str(row["tensors"]), bytes_text(row["bytes"])) for name, row in tensors.items()]
+        screen.show(table(("stored as", "tensors", "size"), counted, right=("tensors", "size")))
     for name, why in found["unused"].items():
         screen.show(f"unused: {name} ({why})")
+    _show_targets(screen, found["targets"])
+    if found["next"]:
+        screen.next(found["next"])
     screen.result({"checkpoint": found})
 
 
-def checkpoint_facts(path: Path, config: Path | None) -> dict[str, Any]:
+def _show_targets(screen: Screen, answers: list[dict[str, Any]]) -> None:
+    """One line for each target, and below them what is refused."""
+    from plait.assemble.support import by_reason
+    from plait.cli.tables import table
+    from plait.report.decoder import block_ranges
+
+    rows, refused = [], []
+    for answer in answers:
+        reasons = by_reason(answer["refused"])
+        held = [
+            f"{name}: " + ", ".join(how + (f" ({count})" if len(ways) > 1 else "") for how, count in ways.items())
+            for name, ways in answer["weights"].items()
+        ]
+        takes = f"refuses {len(answer['refused'])}" if reasons else "every op"
+        rows.append([answer["device"], answer["target"], takes, "; ".join(held)])
+        refused += [
+            f"{answer['device']} refuses {'it' if op == 'all' else op}"
+            + (f" in {block_ranges(blocks)}" if blocks else "")
+            + f": {why}"
+            for (op, why), blocks in reasons.items()
+        ]
+    columns = ["target", "code for", "takes", "quantised weights"]
+    shown = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
+    screen.show(table(columns[:shown], [row[:shown] for row in rows]))
+    for line in refused:
+        screen.show(line)
+
+
+def checkpoint_facts(
+    path: Path, config: Path | None = None, targets: str | None = None, context: int | None = None
+) -> dict[str, Any]:
     """What `plait inspect --json` prints of a checkpoint. Reads headers, no tensor's data, unless two must be compared.
+
+    Args:
+        targets: as after `--targets`; None for one of each kind.
+        context: tokens of the longest sequence; None for as many as the model has positions.
 
     Raises:
         CheckpointError, UnsupportedError: what `plait plan` would raise.
+        UsageError: an unknown target, or a context that the model has no positions for.
     """
+    return _read(path, config, targets, context)[0]
+
+
+def _read(
+    path: Path, config: Path | None, targets: str | None, context: int | None
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """`checkpoint_facts`, and the config in words."""
+    from plait.assemble.support import TARGETS, format_name, support, takers
+    from plait.cli.options import PlanOptions
+    from plait.cost_models.catalogue import cluster_for
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
-    from plait.frontend.config import DecoderConfig
     from plait.frontend.lower import lower, unused_tensors
     from plait.ir import weights
     from plait.pull import pulled
-    from plait.spec import parts
+    from plait.registry import out_of_tree
+    from plait.report.decoder import config_facts, config_lines
+    from plait.spec import parse_targets, parts
 
     try:
-        checkpoint = open_checkpoint(path, config)
+        opened = open_checkpoint(path, config)
     except CheckpointError as err:
         raise pulled(err, path) from err.__cause__
+    longest = opened.max_positions if context is None else context
+    if not 1 <= longest <= opened.max_positions:
+        raise UsageError(
+            "inspect-context", f"--context {context}", why=f"{opened.name} has {opened.max_positions:,} positions"
+        )
+    devices = cluster_for(parse_targets(targets or TARGETS), backends=out_of_tree()).devices
+    checkpoint = opened.at(longest)
     module = lower(checkpoint)
     refs = checkpoint.weights
-    unused = unused_tensors(checkpoint, module) if refs is not None else {}
-    units = profile(module).units
-    stored = None if refs is None else [part for ref in refs.values() for part in parts(ref)]
-    return {
+    model = profile(module)
+    # Weights that are rows of one tensor (fused q, k and v) name one range of the file.
+    ranges = {(part.file, part.offset): part for ref in (refs or {}).values() for part in parts(ref)}
+    stored = None if refs is None else list(ranges.values())
+    answers = support(module, devices)
+    taken = takers(answers)
+    quantised = {own.name: own.kind for unit in model.units for own in unit.quantised}
+    asked = PlanOptions(path, targets=",".join(taken if targets else taken[:1]), config=config, context=context)
+    facts = {
         "name": checkpoint.name,
         "family": checkpoint.family,
         "dtype": checkpoint.dtype,
         "parameters": sum(math.prod(op.result.type.get_shape()) for op in weights(module).values()),
         "weight_bytes": None if stored is None else sum(part.nbytes for part in stored),
-        "kv_bytes_per_token": sum(kv.bytes_per_token for unit in units for kv in unit.facts.kv),
-        "max_positions": checkpoint.max_positions,
-        "config": config_facts(checkpoint.config),
-        "note": None if isinstance(checkpoint.config, DecoderConfig) else checkpoint.config.note,
+        "kv_bytes_per_token": sum(kv.bytes_per_token for unit in model.units for kv in unit.facts.kv),
+        "max_positions": opened.max_positions,
+        "config": config_facts(opened.config),
+        "notes": list(opened.notes(longest)),
         "tokenizer": checkpoint.tokenizer is not None,
         "chat_template": checkpoint.chat_template is not None,
         "tensors": None if stored is None else _by_encoding((part.encoding, part.nbytes) for part in stored),
+        "quantised": dict(Counter(map(format_name, quantised.values()))),
         "files": {str(name): size for name, (size, _) in checkpoint.files.items()},
-        "unused": unused,
+        "unused": unused_tensors(checkpoint, module) if refs is not None else {},
+        "targets": [
+            {
+                "device": answer.device,
+                "target": answer.target,
+                "runs_on": answer.runs_on,
+                "refused": answer.refused,
+                "weights": answer.held,
+            }
+            for answer in answers
+        ],
+        "next": asked.command("plan") if taken else None,
     }
+    return facts, config_lines(opened.config)
 
 
 def _by_encoding(refs: Any) -> dict[str, dict[str, int]]:
@@ -155,34 +248,6 @@ def _by_encoding(refs: Any) -> dict[str, dict[str, int]]:
         counts[encoding] += 1
         sizes[encoding] += nbytes
     return {name: {"tensors": counts[name], "bytes": size} for name, size in sizes.most_common()}
-
-
-def config_facts(config: DecoderConfig | OwnModule) -> dict[str, Any]:
-    """The config in normal form; what every block has alike is said once."""
-    from plait.spec import to_dict
-
-    facts: dict[str, Any] = {}
-    for name, value in to_dict(config).items():
-        if name in ("family", "max_positions", "dtype"):
-            continue
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]
-        if value is not None:
-            facts[name] = value
-    return facts
-
-
-def config_text(value: Any) -> str:
-    """A value of the config as a person writes it: `default, theta 100000`, not a Python dict."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.7g}"  # what float32 holds: files of other formats state 9.999999747378752e-06 for 1e-05
-    if isinstance(value, dict):
-        return ", ".join(f"{name.replace('_', ' ')} {config_text(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(config_text, value))
-    return "none" if value is None else str(value)
 
 
 def _artifact(screen: Screen, path: Path, part: int | None, *, why: bool) -> None:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.families import FAMILIES, config_of
 from tests.fuzz import mutations
@@ -183,12 +184,13 @@ def _gguf(folder: Path) -> None:
     from tests.gguf_files import ARCHITECTURES, save_gguf
 
     for name in ARCHITECTURES:
-        source = save(folder / f"{name}-source", name)
+        source = save(folder / f"{name}-source", name, **_GGUF_CONFIG.get(name, {}))
         (folder / name).mkdir()
         save_gguf(folder / name / "model.gguf", source, "Q8_0", _GGUF_TOKENIZER)
         shutil.rmtree(source)
 
 
+_GGUF_CONFIG: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": []}}
 _GGUF_TOKENIZER = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "smollm",
