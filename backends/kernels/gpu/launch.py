@@ -132,8 +132,8 @@ class Weight:
         dtype: what is held: the compute dtype of values; codes as they are, or `e4m3fnuz` of `e4m3fn`; of scales and
             zeros float32, float16 or bfloat16.
         part: `values` are dequantised where the tensor is quantised; the others are parts of a quantised tensor.
-        block: rows and columns of a matrix that share a scale, in `scale` and `zero`; 0 means all of them. Where the checkpoint's
-            are larger, its numbers are repeated.
+        block: rows and columns of a matrix that share a scale, in `scale` and `zero`; 0 means all of them. Where the
+            checkpoint's are larger, its numbers are repeated.
         codes: of parts, how the codes are held; format: the checkpoint's element type.
     """
 
