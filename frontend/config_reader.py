@@ -104,13 +104,19 @@ class ConfigReader:
         """A value of `kind`. Absent or null is an error: plait has no defaults for what changes numbers."""
         value = self.optional(key, kind)
         if value is None:
-            raise self.error("config-key-missing", f"the key {key!r} is missing", hint=f'add "{key}" to the config')
+            raise self._missing(key)
         return value
 
     def has(self, key: str) -> bool:
         """Whether the key is there, be it null."""
         self._taken.add(key)
         return key in self._data
+
+    def need(self, keys: Collection[str]) -> None:
+        """Refuse a config that lacks one of the keys; null is there."""
+        for key in keys:
+            if key not in self._data:
+                raise self._missing(key)
 
     def positive(self, key: str) -> int:
         return self._positive(key, self.get(key, int))
@@ -122,7 +128,7 @@ class ConfigReader:
     def positive_number(self, key: str) -> float:
         value = self.optional_positive_number(key)
         if value is None:
-            raise self.error("config-key-missing", f"the key {key!r} is missing", hint=f'add "{key}" to the config')
+            raise self._missing(key)
         return value
 
     def optional_positive_number(self, key: str) -> float | None:
@@ -154,6 +160,9 @@ class ConfigReader:
                 why="a key that is ignored can change numbers in silence",
                 hint=did_you_mean(unknown[0], known) or "remove the key if it has no effect on the model",
             )
+
+    def _missing(self, key: str) -> CheckpointError:
+        return self.error("config-key-missing", f"the key {key!r} is missing", hint=f'add "{key}" to the config')
 
     def _refuse(self, key: str, value: Any, allowed: tuple[Any, ...]) -> UnsupportedError:
         return UnsupportedError(

@@ -93,6 +93,8 @@ def read_ropes(
     given = _parameters(reader)
     if not given or not all(isinstance(value, dict) for value in given.values()):
         rope = local = read_rope(reader, given, theta, facts)
+        if local_theta is None and local_theta_key is not None and "sliding_attention" in kinds:
+            raise reader.error("config-key-missing", f"{local_theta_key} is missing", why=_NO_THETA)
         if local_theta is not None or unscaled_windows:
             local = Rope(_theta(rope) if local_theta is None else local_theta)
         return tuple(local if kind == "sliding_attention" else rope for kind in kinds)
@@ -105,6 +107,9 @@ def read_ropes(
         )
     by_kind = {kind: read_rope(reader, given[kind], theta, facts) for kind in given}
     return tuple(by_kind[kind] for kind in kinds)
+
+
+_NO_THETA = "it differs between models, and a wrong one gives fluent nonsense; plait has no default"
 
 
 def _theta(rope: Rope | RopeByContext) -> float:
@@ -155,8 +160,8 @@ def read_rope(
         raise reader.error(
             "config-key-missing",
             "rope_theta is missing",
-            why="it differs between models, and a wrong one gives fluent nonsense; plait has no default",
-            hint='add "rope_theta": the value the model was trained with, 10000.0 for Llama 1 and 2',
+            why=_NO_THETA,
+            hint='add "rope_theta": the value the model was trained with, 10000.0 for Llama 1 and 2 and Falcon',
         )
     kinds = {own.optional("rope_type", str), own.optional("type", str)} - {None}
     if len(kinds) > 1:
@@ -185,8 +190,10 @@ def _needed(own: ConfigReader, key: str, kind: str) -> float:
 
 def _original(own: ConfigReader, facts: RopeFacts) -> int:
     """The context of the pretraining: in the rope parameters, else beside them, else the longest."""
-    key = "original_max_position_embeddings"
-    return own.optional_positive(key) or facts.original_positions or facts.max_positions
+    inside, outside = own.optional_positive("original_max_position_embeddings"), facts.original_positions
+    if inside is not None and outside is not None and inside != outside:
+        raise own.error("config-conflict", f"the pretraining's context is {inside} here and {outside} outside")
+    return inside or outside or facts.max_positions
 
 
 def _default(own: ConfigReader, theta: float, facts: RopeFacts) -> Rope:

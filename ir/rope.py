@@ -64,10 +64,13 @@ class Rope:
                 return f"{name} must be positive and finite, not {value}"
         if self.truncate not in (None, 0, 1):
             return f"truncate is 0 or 1, not {self.truncate}"
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            less, more = getattr(self, low), getattr(self, high)
-            if less is not None and more is not None and not more > less:
-                return f"{high} {more} must be greater than {low} {less}"
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and not high > low:
+            return f"high_freq_factor {high} must be greater than low_freq_factor {low}"
+        # Equal ones are in use (Kimi K2): the ramp is then as steep as the rounding leaves it.
+        slow, fast = self.beta_slow, self.beta_fast
+        if slow is not None and fast is not None and fast < slow:
+            return f"beta_fast {fast} must not be less than beta_slow {slow}"
         return None
 
 

@@ -84,6 +84,7 @@ def read_config(data: dict[str, Any], source: str) -> DecoderConfig:
             why=f"of the model type {model_type}, supported is {', '.join(kind.architectures)}",
         )
     reader.allow(kind.no_effect, kind.fixed)
+    reader.need(kind.needed)
     config = replace(kind.read(reader), quantisation=read_quantisation(reader))
     reader.finish()
     return config

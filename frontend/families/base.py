@@ -37,6 +37,8 @@ class Family:
         harmless: patterns of tensors that stand in checkpoints although no op needs them, with the reason.
         no_effect: keys that change no number in this family, with the reason.
         fixed: keys that must hold one of these values if they are there.
+        needed: keys that may be null but not absent: the family's own class has a number for them then, and plait has
+            none.
     """
 
     name: str
@@ -48,3 +50,4 @@ class Family:
     harmless: Mapping[str, str] = field(default_factory=lambda: HARMLESS)
     no_effect: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()

@@ -3,6 +3,8 @@ model q and k are normed, each head with weights of its own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from plait.frontend.config import Attention, DecoderConfig, Names, Norm, QKNorm, read_eps
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
@@ -18,7 +20,7 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     qk_norm = QKNorm(norm, "own") if reader.flag("use_qk_norm") else None
     bias, full = reader.flag("attention_bias"), (None,) * read_blocks(reader)
     attentions = read_attentions(reader, full, bias=bias, output_bias=bias, qk_norm=qk_norm)
-    return read_model(
+    model = read_model(
         reader,
         "cohere",
         layers(attentions, read_mlp(reader)),
@@ -28,6 +30,8 @@ def _read(reader: ConfigReader) -> DecoderConfig:
         names=NAMES,
         logits_scale=reader.positive_number("logit_scale"),
     )
+    # Command R was trained further than `max_position_embeddings` says.
+    return replace(model, max_positions=reader.optional_positive("model_max_length") or model.max_positions)
 
 
 def interleaved_views(config: DecoderConfig) -> dict[str, View]:

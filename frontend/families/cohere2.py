@@ -33,4 +33,18 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     )
 
 
-FAMILY = Family("cohere2", ("Cohere2ForCausalLM",), _read, views=interleaved_views)
+FIXED: dict[str, tuple[object, ...]] = {
+    "layer_switch": (PATTERN,),
+    "order_of_interleaved_layers": ("local_attn_first",),
+    "position_embedding_type": ("rope_gptj",),
+    "rotary_pct": (1.0,),
+    "use_embedding_sharing": (True,),
+    "use_gated_activation": (True,),
+    "use_parallel_block": (True,),
+    "use_parallel_embedding": (False,),
+}
+"""What Cohere's files say beside the keys that transformers knows."""
+
+FAMILY = Family(
+    "cohere2", ("Cohere2ForCausalLM",), _read, views=interleaved_views, fixed=FIXED, needed=("sliding_window",)
+)

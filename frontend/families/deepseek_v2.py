@@ -22,6 +22,7 @@ NO_EFFECT = {
     "num_mtp_layers": "layers that predict more tokens, which plait does not use",
 }
 FIXED: dict[str, tuple[object, ...]] = {"moe_layer_freq": (1,)}
+NEEDED = ("q_lora_rank", "n_shared_experts")
 
 
 def read_latent(reader: ConfigReader) -> LatentAttention:
@@ -111,6 +112,7 @@ FAMILY = Family(
     views=_views,
     unneeded=unneeded,
     no_effect=NO_EFFECT,
+    needed=NEEDED,
     # transformers ignores the first; DeepSeek's own code does not.
     fixed=FIXED | {"norm_topk_prob": (False,), "scoring_func": ("softmax",)},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait.frontend.config import DecoderConfig, Experts, read_activation
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.deepseek_v2 import FIXED, NO_EFFECT, read_layers, read_shared, unneeded
+from plait.frontend.families.deepseek_v2 import FIXED, NEEDED, NO_EFFECT, read_layers, read_shared, unneeded
 from plait.frontend.families.latent import latent_views
 from plait.frontend.families.reading import expert_views, read_model, rms
 from plait.frontend.views import View
@@ -43,5 +43,6 @@ FAMILY = Family(
     views=_views,
     unneeded=unneeded,
     no_effect=NO_EFFECT,
+    needed=(*NEEDED, "first_k_dense_replace"),
     fixed=FIXED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "rope_interleave": (True,)},
 )

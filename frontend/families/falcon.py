@@ -34,11 +34,13 @@ NAMES = Names(
     down="mlp.dense_4h_to_h",
 )
 
+POSITIONS = 2048
+"""Tokens of the first models, whose configs do not say them."""
+
 
 def _read(reader: ConfigReader) -> DecoderConfig:
-    hidden, heads, positions = (
-        reader.positive(key) for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")
-    )
+    hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
+    positions = reader.optional_positive("max_position_embeddings") or POSITIONS
     if hidden % (2 * heads):
         raise reader.error("config-value", f"hidden_size {hidden} does not divide among {heads} heads of rope pairs")
     head_dim, bias, blocks = hidden // heads, reader.flag("bias"), read_blocks(reader)
@@ -73,7 +75,7 @@ def _read(reader: ConfigReader) -> DecoderConfig:
 
 def _kv_heads(reader: ConfigReader, heads: int, new: bool) -> int:
     """One for each head in the first models, one for all in the next, then what `num_kv_heads` says."""
-    given, multi = reader.optional_positive("num_kv_heads"), reader.flag("multi_query")
+    given, multi = reader.optional_positive("num_kv_heads"), reader.optional("multi_query", bool) is not False
     kv_heads = (given or heads) if new else 1 if multi else heads
     if heads % kv_heads:
         raise reader.error("config-value", f"{heads} heads do not divide among {kv_heads} KV heads")
@@ -106,4 +108,6 @@ def _views(config: DecoderConfig) -> dict[str, View]:
     return views
 
 
-FAMILY = Family("falcon", ("FalconForCausalLM",), _read, views=_views, fixed={"alibi": (False,)})
+FIXED: dict[str, tuple[object, ...]] = {"alibi": (False,), "apply_residual_connection_post_layernorm": (False,)}
+
+FAMILY = Family("falcon", ("FalconForCausalLM",), _read, views=_views, fixed=FIXED)

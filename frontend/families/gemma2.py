@@ -6,7 +6,16 @@ from __future__ import annotations
 from plait.frontend.config import DecoderConfig, Names, read_layer_types
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.reading import SLIDING, layers, read_attentions, read_blocks, read_mlp, read_model, rms
+from plait.frontend.families.reading import (
+    FULL,
+    SLIDING,
+    layers,
+    read_attentions,
+    read_blocks,
+    read_mlp,
+    read_model,
+    rms,
+)
 
 NAMES = Names(
     after_attention="post_attention_layernorm",
@@ -14,6 +23,7 @@ NAMES = Names(
     after_mlp="post_feedforward_layernorm",
 )
 FIXED: dict[str, tuple[object, ...]] = {"use_bidirectional_attention": (False, None)}
+NEEDED = ("num_key_value_heads", "head_dim", "sliding_window")
 OFFSET = 1.0
 """The weight of a norm is its scale minus this."""
 
@@ -29,17 +39,18 @@ def read_activation_key(reader: ConfigReader) -> str:
 def read_windows(reader: ConfigReader, blocks: int, every: int) -> tuple[int | None, ...]:
     """The window of each block: where `layer_types` says, else of all but each `every`-th."""
     window, kinds = reader.optional_positive("sliding_window"), read_layer_types(reader, blocks)
-    if window is None:
-        if kinds is not None and SLIDING in kinds:
-            raise reader.error("config-conflict", "'layer_types' ask for a window, and none is given")
-        return (None,) * blocks
-    if kinds is not None:
-        return tuple(window if kind == SLIDING else None for kind in kinds)
-    return tuple(window if (index + 1) % every else None for index in range(blocks))
+    if kinds is None:
+        kinds = tuple(SLIDING if (index + 1) % every else FULL for index in range(blocks))
+    if window is None and SLIDING in kinds:
+        raise reader.error("config-conflict", "there are blocks with a window, and none is given")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     bias, norm = reader.flag("attention_bias"), rms(reader, offset=OFFSET)
+    twice, window = reader.optional("sliding_window_size", int), reader.peek("sliding_window")
+    if twice is not None and twice != window:
+        raise reader.error("config-conflict", f"sliding_window is {window!r:.50} and sliding_window_size {twice}")
     attentions = read_attentions(
         reader,
         read_windows(reader, read_blocks(reader), 2),
@@ -62,4 +73,10 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     )
 
 
-FAMILY = Family("gemma2", ("Gemma2ForCausalLM",), _read, fixed=FIXED)
+FAMILY = Family(
+    "gemma2",
+    ("Gemma2ForCausalLM",),
+    _read,
+    fixed=FIXED,
+    needed=(*NEEDED, "attn_logit_softcapping", "final_logit_softcapping"),
+)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from plait.frontend.config import DecoderConfig, QKNorm
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.gemma2 import FIXED, NAMES, OFFSET, read_activation_key, read_windows
+from plait.frontend.families.gemma2 import FIXED, NAMES, NEEDED, OFFSET, read_activation_key, read_windows
 from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model, rms
 
 PATTERN = 6
@@ -40,4 +40,4 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     )
 
 
-FAMILY = Family("gemma3_text", ("Gemma3ForCausalLM",), _read, fixed=FIXED)
+FAMILY = Family("gemma3_text", ("Gemma3ForCausalLM",), _read, fixed=FIXED, needed=NEEDED)

@@ -18,6 +18,13 @@ ALPHA, LIMIT = 1.702, 7.0
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     bias, windows = reader.get("attention_bias", bool), read_windows(reader, read_blocks(reader), 2)
+    if not (reader.peek("rope_parameters") or reader.peek("rope_scaling")):
+        raise reader.error(
+            "config-key-missing",
+            "rope_scaling is missing",
+            why="without it transformers takes the YaRN of the published models",
+            hint='add "rope_scaling", with "rope_type": "default" for none',
+        )
     attentions = read_attentions(
         reader,
         windows,
@@ -65,4 +72,5 @@ FAMILY = Family(
     _read,
     views=_views,
     fixed={"hidden_act": ("silu",)},
+    needed=("num_key_value_heads", "head_dim", "sliding_window"),
 )

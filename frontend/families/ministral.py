@@ -19,4 +19,4 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_model(reader, "ministral", layers(read_attentions(reader, windows), read_mlp(reader)), rms(reader))
 
 
-FAMILY = Family("ministral", ("MinistralForCausalLM",), _read)
+FAMILY = Family("ministral", ("MinistralForCausalLM",), _read, needed=("num_key_value_heads",))

@@ -36,4 +36,4 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_model(reader, "mistral", layers(attentions, read_mlp(reader)), rms(reader))
 
 
-FAMILY = Family("mistral", ("MistralForCausalLM",), _read)
+FAMILY = Family("mistral", ("MistralForCausalLM",), _read, needed=("num_key_value_heads",))

@@ -33,4 +33,4 @@ def _views(config: DecoderConfig) -> dict[str, View]:
     return expert_views(config, PARTS)
 
 
-FAMILY = Family("mixtral", ("MixtralForCausalLM",), _read, views=_views)
+FAMILY = Family("mixtral", ("MixtralForCausalLM",), _read, views=_views, needed=("num_key_value_heads",))

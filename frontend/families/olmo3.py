@@ -21,4 +21,4 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_model(reader, "olmo3", layers(attentions, read_mlp(reader)), norm, names=NAMES)
 
 
-FAMILY = Family("olmo3", ("Olmo3ForCausalLM",), _read)
+FAMILY = Family("olmo3", ("Olmo3ForCausalLM",), _read, needed=("sliding_window",))

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from plait.frontend.config import Attention, DecoderConfig, Mlp
+from plait.errors import UnsupportedError
+from plait.frontend.config import AnyRope, Attention, DecoderConfig, Mlp
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model, rms
+from plait.frontend.rope import RopeByContext
 from plait.frontend.views import View, rows_of
+
+ORIGINAL = 4096
+"""The context of the pretraining where a config does not say it, as transformers has it."""
+
+FIXED: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "lm_head_bias": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
+}
+"""What Microsoft's files say beside the keys that transformers knows."""
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
@@ -15,9 +29,19 @@ def _read(reader: ConfigReader) -> DecoderConfig:
         reader,
         (window,) * blocks,
         partial=1.0,
-        original_positions=reader.optional_positive("original_max_position_embeddings"),
+        original_positions=reader.optional_positive("original_max_position_embeddings") or ORIGINAL,
     )
+    if not _known(attentions[0].rope):
+        raise UnsupportedError(
+            "rope-unsupported",
+            f"{reader.source}: this kind of rope is unknown in a Phi-3",
+            why="default and longrope are",
+        )
     return read_model(reader, "phi3", layers(attentions, read_mlp(reader)), rms(reader))
+
+
+def _known(rope: AnyRope | None) -> bool:
+    return rope.long is not None if isinstance(rope, RopeByContext) else rope is not None and rope.kind == "default"
 
 
 def _views(config: DecoderConfig) -> dict[str, View]:
@@ -38,4 +62,4 @@ def _views(config: DecoderConfig) -> dict[str, View]:
     return views
 
 
-FAMILY = Family("phi3", ("Phi3ForCausalLM",), _read, views=_views)
+FAMILY = Family("phi3", ("Phi3ForCausalLM",), _read, views=_views, fixed=FIXED)

@@ -16,6 +16,8 @@ def _read(reader: ConfigReader) -> DecoderConfig:
 def read_windows(reader: ConfigReader, blocks: int) -> tuple[int | None, ...]:
     """The window of each block."""
     switched_on = reader.flag("use_sliding_window")
+    if switched_on:
+        reader.need(("sliding_window",))
     # Files keep both keys when the switch is off; they mean nothing then.
     window = reader.optional_positive("sliding_window") if switched_on else reader.raw("sliding_window") and None
     kinds = read_layer_types(reader, blocks)
@@ -31,4 +33,4 @@ def read_windows(reader: ConfigReader, blocks: int) -> tuple[int | None, ...]:
     return tuple(window if index >= first else None for index in range(blocks))
 
 
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), _read)
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), _read, needed=("num_key_value_heads",))

@@ -15,4 +15,4 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_model(reader, "qwen3", layers(attentions, read_mlp(reader)), norm)
 
 
-FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), _read)
+FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), _read, needed=("num_key_value_heads", "head_dim"))

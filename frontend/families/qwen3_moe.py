@@ -31,6 +31,7 @@ def _window(reader: ConfigReader) -> int | None:
     if not reader.flag("use_sliding_window"):
         reader.raw("max_window_layers")
         return reader.raw("sliding_window") and None
+    reader.need(("sliding_window",))
     if reader.has("max_window_layers"):
         raise UnsupportedError(
             "config-value",
@@ -52,4 +53,4 @@ def _views(config: DecoderConfig) -> dict[str, View]:
     return expert_views(config)
 
 
-FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _read, views=_views)
+FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _read, views=_views, needed=("num_key_value_heads",))

@@ -13,13 +13,20 @@ from plait.frontend.families.reading import layers, read_attentions, read_blocks
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     bias, blocks = reader.flag("attention_bias"), read_blocks(reader)
-    attentions = read_attentions(reader, read_windows(reader, blocks), bias=bias, output_bias=bias)
-    turned = [
-        own if rotates else replace(own, rope=None)
-        for own, rotates in zip(attentions, _rotates(reader, blocks), strict=True)
-    ]
+    rotates = _rotates(reader, blocks)
+    attentions = read_attentions(reader, _windows(reader, rotates), bias=bias, output_bias=bias)
+    turned = [own if turns else replace(own, rope=None) for own, turns in zip(attentions, rotates, strict=True)]
     mlp = read_mlp(reader, bias=reader.flag("mlp_bias"))
     return read_model(reader, "smollm3", layers(turned, mlp), rms(reader), tied=True)
+
+
+def _windows(reader: ConfigReader, rotates: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The window of each block; where `layer_types` do not say, those without positions have one."""
+    if reader.peek("layer_types") is not None or not reader.flag("use_sliding_window"):
+        return read_windows(reader, len(rotates))
+    reader.raw("max_window_layers")
+    window = reader.optional_positive("sliding_window")
+    return tuple(None if turns else window for turns in rotates)
 
 
 def _rotates(reader: ConfigReader, blocks: int) -> tuple[bool, ...]:
@@ -36,4 +43,4 @@ def _rotates(reader: ConfigReader, blocks: int) -> tuple[bool, ...]:
     return tuple(map(bool, listed))
 
 
-FAMILY = Family("smollm3", ("SmolLM3ForCausalLM",), _read)
+FAMILY = Family("smollm3", ("SmolLM3ForCausalLM",), _read, needed=("num_key_value_heads",))

@@ -16,4 +16,10 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_model(reader, "stablelm", layers(attentions, read_mlp(reader)), norm, parallel=parallel, names=names)
 
 
-FAMILY = Family("stablelm", ("StableLmForCausalLM",), _read, fixed={"qk_layernorm": (False,)})
+FAMILY = Family(
+    "stablelm",
+    ("StableLmForCausalLM",),
+    _read,
+    fixed={"qk_layernorm": (False,)},
+    needed=("num_key_value_heads",),
+)

@@ -179,7 +179,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(
         "phi3",
         "Phi3ForCausalLM",
-        _KEYS,
+        _KEYS | {"rope.scaling.original_context_length": "original_max_position_embeddings"},
         _FUSED | {"ffn_norm": ("mlp_norm",), "ffn_up": ("gate", "up"), "ffn_down": ("down",)},
         words=_SILU,
         fixed=_NO_EXPERTS,
