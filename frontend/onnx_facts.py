@@ -95,11 +95,11 @@ class Facts:
         def info(name: str) -> Any:
             return onnx.helper.make_value_info(name, onnx.TypeProto())
 
-        graph = onnx.helper.make_graph(
-            [ir.to_proto(node) for node in nodes], "fact", [info(name) for name in feeds], [info(value.name or "")]
-        )
-        opsets = [onnx.helper.make_opsetid(*item) for item in self._file.model.opset_imports.items()]
         try:
+            graph = onnx.helper.make_graph(
+                [ir.to_proto(node) for node in nodes], "fact", [info(name) for name in feeds], [info(value.name or "")]
+            )
+            opsets = [onnx.helper.make_opsetid(*item) for item in self._file.model.opset_imports.items()]
             with np.errstate(all="ignore"):
                 (made,) = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, feeds)
         except PlaitError:
@@ -140,8 +140,7 @@ class Facts:
         if value.is_initializer() and tensor is not None:
             if tensor.nbytes > MAX_BYTES:
                 refuse("fact", f"the tensor {value.name!r} {list(dimensions(tensor))} is used as a table of numbers")
-            self._place(tensor)
-            return np.asarray(tensor.numpy())
+            return self._numbers(tensor)
         if value.producer() is None:
             refuse(
                 "input",
@@ -150,11 +149,21 @@ class Facts:
             )
         return None
 
-    def _place(self, tensor: Any) -> None:
+    def _numbers(self, tensor: Any) -> Array:
+        """A small tensor. A file of external data is read here and not by onnx-ir, which follows no link: in the hub's
+        cache every file is one."""
         import onnx_ir as ir
 
-        if isinstance(tensor, ir.ExternalTensor):
-            self._file.place(tensor)  # checks the range
+        try:
+            if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8:
+                return np.asarray(tensor.numpy())
+            path, offset, nbytes = self._file.place(tensor)
+            data = np.fromfile(path, np.uint8, nbytes, offset=offset)
+            return data.view(tensor.dtype.numpy()).reshape(dimensions(tensor))
+        except PlaitError:
+            raise
+        except (TypeError, ValueError) as err:
+            refuse("fact", f"the tensor {tensor.name!r} cannot be read", f"{err!s:.300}")
 
     @staticmethod
     def _check(node: ir.Node) -> None:

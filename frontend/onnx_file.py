@@ -75,7 +75,7 @@ class OnnxFile:
                 f"it is a {type(tensor).__name__} of {tensor.dtype.name}, whose numbers the message spells out",
                 "save the model with raw or external data",
             )
-        if not isinstance(tensor.location, str):
+        if not isinstance(tensor.location, str) or "\0" in tensor.location:
             raise damaged(self.path, f"the tensor {tensor.name!r} lies in {tensor.location!r}, which is no name")
         location = Path(tensor.location)
         if location.is_absolute() or ".." in location.parts:

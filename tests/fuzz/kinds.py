@@ -194,9 +194,10 @@ _GGUF_CONFIG: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": []}}
 _GGUF_TOKENIZER = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": [f"t{index}" for index in range(263)] + ["h"],
+    "tokenizer.ggml.tokens": ["<s>", "</s>", "h", "e", "l", "o", "he", "ll", "\u0120"]
+    + [f"t{index}" for index in range(255)],
     "tokenizer.ggml.token_type": [3, 3] + [1] * 262,
-    "tokenizer.ggml.merges": ["t 1", "h t"],
+    "tokenizer.ggml.merges": ["h e", "l l"],
     "tokenizer.ggml.bos_token_id": 0,
     "tokenizer.ggml.eos_token_id": 1,
     "tokenizer.ggml.add_bos_token": True,
