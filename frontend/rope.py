@@ -167,13 +167,13 @@ def read_rope(
     if len(kinds) > 1:
         raise reader.error("config-conflict", f"the rope parameters give two types: {sorted(map(str, kinds))}")
     kind = kinds.pop() if kinds else "default"
-    if kind not in _KINDS:
+    if kind not in KINDS:
         raise UnsupportedError(
             "rope-unsupported",
             f"{reader.source}: the rope type {kind!r} is not implemented",
-            why=f"implemented: {', '.join(_KINDS)}",
+            why=f"implemented: {', '.join(KINDS)}",
         )
-    found = _KINDS[kind](own, theta, facts)
+    found = KINDS[kind](own, theta, facts)
     own.finish()
     for rope in (found,) if isinstance(found, Rope) else (found.short, found.long):
         if rope is not None and (problem := rope.problem()):
@@ -266,7 +266,7 @@ def _longrope(own: ConfigReader, theta: float, facts: RopeFacts) -> RopeByContex
     return RopeByContext(tables[0], tables[1], original)
 
 
-_KINDS: dict[str, Callable[[ConfigReader, float, RopeFacts], Rope | RopeByContext]] = {
+KINDS: dict[str, Callable[[ConfigReader, float, RopeFacts], Rope | RopeByContext]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
