@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.backends.conformance.models import Attention, Model
+from plait.backends.conformance import families
+from plait.backends.conformance.models import HIDDEN, Attention, Build, Model, op
 from plait.backends.conformance.script import Script, Turn
 from plait.backends.cpu import BACKEND as CPU
 from plait.backends.kernels.arrays import to_numpy, to_torch
@@ -24,6 +26,13 @@ from tests.host.backend_bench import load
 
 #: Heads as wide as real ones, three to a group: what fits no kernel's tile.
 WIDE = Model((Attention(heads=9, kv_heads=3, head_dim=64), Attention(heads=9, kv_heads=3, head_dim=64, window=20)))
+
+#: Activations are of 32 features or whole multiples: of others torch computes the last few in another way.
+ALONE: dict[str, Build] = {
+    "plain": WIDE,
+    "experts": op(lambda b, rows: {"y": families.experts(b, rows("x", HIDDEN), inner=64)}),
+    "latent": families.LATENTS["heads16-wide"],
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,23 +61,30 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_request_gets_the_same_bits_alone_and_in_a_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ALONE)
+def test_a_request_gets_the_same_bits_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
     """Five requests of different lengths decode together; then each of them alone."""
+    model = ALONE[name]
     lengths = {0: 61, 1: 33, 2: 62, 3: 70, 4: 5}  # 0 and 2 attend as one group
     together = Script((*(Turn({s: n}) for s, n in lengths.items()), *(Turn(dict.fromkeys(lengths, 1)),) * 6), 4)
-    executable, player = load(CPU, "cpu", tmp_path / "together", together, WIDE)
+    executable, player = load(CPU, "cpu", tmp_path / "together", together, model)
     with closing(executable):
-        steps = [executable.step(player.batches(turn)[0], {})["logits"] for turn in together.turns]
+        steps = [_first(executable.step(player.batches(turn)[0], {})) for turn in together.turns]
     for s, length in lengths.items():
         alone = Script((Turn({s: length}), *(Turn({s: 1}),) * 6), 4)
         # The longest sequence decides how many token ids a script draws.
-        executable, player = load(CPU, "cpu", tmp_path / f"alone{s}", alone, WIDE)
+        executable, player = load(CPU, "cpu", tmp_path / f"alone{s}", alone, model)
         player._ids[s] = _ids(together)[s][: alone.longest]
         with closing(executable):
-            logits = [executable.step(player.batches(turn)[0], {})["logits"][0] for turn in alone.turns]
+            logits = [_first(executable.step(player.batches(turn)[0], {}))[0] for turn in alone.turns]
         assert np.array_equal(logits[0], steps[s][0]), f"prefill of {s}"
         for index, row in enumerate(logits[1:]):
             assert np.array_equal(row, steps[5 + index][s]), f"token {index} of {s}"
+
+
+def _first(outputs: dict[str, Any]) -> Any:
+    (values,) = outputs.values()
+    return values
 
 
 def _ids(script: Script) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
