@@ -237,12 +237,16 @@ def test_workers_of_two_backends_in_processes_of_their_own(model, tmp_path):
 
 def test_ctrl_c_closes_the_workers(artifact):
     code = (
-        "import os, sys\n"
+        "import signal, sys, time\n"
         "from plait import text\n"
         "from plait.cli.main import run\n"
+        # Ended by the system where the test was ended before it could: every piece takes memory.
+        "signal.alarm(300)\n"
         "def forever(self, request):\n"
         "    print('streaming', file=sys.stderr, flush=True)\n"
-        "    while True: yield ''\n"
+        "    while True:\n"
+        "        yield ''\n"
+        "        time.sleep(0.01)\n"
         "text.Pipeline._pieces = forever\n"
         "run()"
     )
