@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
 from plait.frontend.config_reader import NO_EFFECT
 from plait.frontend.families import read_config
+from plait.frontend.families.decoder import build_decoder
+from plait.ir import kv_layouts
+from plait.ir.passes.slice import slice_modules
+from tests.families import config_of
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -158,7 +163,10 @@ def test_values_are_checked(changes: dict[str, Any], word: str) -> None:
         ({"rope_scaling": {"type": "dynamic"}}, "factor"),
         ({"rope_scaling": {"type": "mrope", "factor": 4.0}}, "mrope"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}}, "long_factor"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+            "long_factor",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, "beta_fast"),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor"),
@@ -249,3 +257,26 @@ def test_transformers_agrees_on_every_window() -> None:
         theirs = Qwen2Config(**keys)
         expected = tuple(8 if kind == "sliding_attention" else None for kind in theirs.layer_types)
         assert windows(QWEN2, **keys) == expected
+
+
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_a_softcap_of_zero_is_no_way_to_say_off(key: str) -> None:
+    """In one library it means none, in another all logits are zero."""
+    config = config_of("gemma2", {}).to_dict() | {"architectures": ["Gemma2ForCausalLM"]}
+    assert read_config(config | {key: None}, "config.json")
+    with pytest.raises(CheckpointError, match=f"'{key}' is 0.0"):
+        read_config(config | {key: 0.0}, "config.json")
+
+
+def test_heads_may_have_another_size_in_every_block() -> None:
+    """KV, rotary tables and slices are those of each block."""
+    read = read_config(config_of("gemma2", {}).to_dict() | {"architectures": ["Gemma2ForCausalLM"]}, "config.json")
+    sizes = (16, 32, 8)
+    layers = [
+        replace(layer, attention=replace(layer.attention, head_dim=size))
+        for layer, size in zip(read.layers, sizes, strict=True)
+    ]
+    module = build_decoder(replace(read, layers=tuple(layers)), "float32")
+    assert tuple(item.head_dim for item in kv_layouts(module, 16)) == sizes
+    parts = slice_modules(module, [(0, 1), (1, 3)])
+    assert [tuple(item.head_dim for item in kv_layouts(part, 16)) for part in parts] == [(16,), (32, 8)]
