@@ -4,7 +4,7 @@ BIN := .venv/bin
 PROMPT ?= What is the capital of France?
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-device lint bench clean
+.PHONY: help demo test test-slow test-device fuzz lint bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -33,6 +33,9 @@ test-slow: .venv/dev.stamp  ## the long suites (minutes each)
 test-device: .venv/dev.stamp  ## what needs a GPU, under 8 minutes on an H100; without one it says why it skips
 	export PLAIT_CACHE="$${PLAIT_CACHE:-$$HOME/.cache/plait}"; \
 	$(BIN)/python -m tests.device.compile && $(BIN)/python -m pytest -q -W default -m device tests/device
+
+fuzz: .venv/dev.stamp  ## 2,000 damaged files of every kind (half an hour); `python -m tests.fuzz config` is one kind
+	$(BIN)/python -m tests.fuzz
 
 lint: .venv/dev.stamp  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

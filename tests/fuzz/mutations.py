@@ -110,8 +110,11 @@ def of_protobuf(random: Random, content: bytes) -> bytes:
 
 
 def change(random: Random, data: Any) -> None:
-    """Change one value, key or entry somewhere in an object or a list that is not empty."""
+    """Change one value, key or entry somewhere in an object; an empty one gets a key."""
     places = list(_places(data))
+    if not places:
+        data["x"] = _value(random)
+        return
     holder, key = random.choice(places)
     random.choice(_CHANGES)(random, holder, key, places)
 
