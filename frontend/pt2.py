@@ -43,7 +43,8 @@ _NAME = re.compile(r"[\w.+-]*")
 """Names become part of Python code too."""
 
 _GUARD = re.compile(
-    r"(?>(?:[A-Za-z_]\w*|L\['\w+'\](?:\[(?:\d+|'\w+')\])*+)\.(?:size|stride)\(\)\[\d+\]|and |or |not |[\d\s+\-*/%(),<>=!&|~])*+"
+    r"(?>(?:[A-Za-z_]\w*|L\['\w+'\](?:\[(?:\d+|'\w+')\])*+)\.(?:size|stride)\(\)\[\d+\]|"
+    r"and |or |not |min(?=\()|max(?=\()|[\d\s+\-*/%(),<>=!&|~])*+"
 )
 """Conditions on the input: `L['tokens'].size()[1] <= 50`, `L['past'][0][1].size()[2]`."""
 

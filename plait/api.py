@@ -265,9 +265,9 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     from plait.backends.base import CompileOptions
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
-    from plait.frontend.exported import ProgramConfig
     from plait.frontend.lora import read_adapters
     from plait.frontend.lower import lower
+    from plait.frontend.opaque import ProgramConfig
     from plait.ir.kv import store_kv
     from plait.ir.quantise import quantise_blocks
     from plait.partitioner import Problem, evaluate, solve
@@ -305,7 +305,14 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         capabilities=_capabilities(asked.cluster, module, on) if check_backends else {},
         held={device: profiles[id(held)] for device, held in on.items()},
     )
-    plan = solve(problem) if asked.plan is None else evaluate(problem, asked.plan)
+    try:
+        plan = solve(problem) if asked.plan is None else evaluate(problem, asked.plan)
+    except UnsupportedError as err:
+        if not isinstance(checkpoint.config, ProgramConfig):
+            raise
+        # Why no other backend takes it is what a user has to know.
+        why = f"{err.why}; it is not made of plait's ops: {checkpoint.config.reason}"
+        raise UnsupportedError(err.code, err.what, why=why, hint=err.hint) from err
     slices = []
     for item in plan.slices:
         kind, group_size = asked.quantize.get(item.devices[0], (None, None))
@@ -319,7 +326,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
 
 def _quantised(checkpoint: Checkpoint, module: ModuleOp, choices: Mapping[str, Choice]) -> dict[str, ModuleOp]:
     """The module as each device that `choices` names would hold all of it: one for each choice."""
-    from plait.frontend.exported import ProgramConfig
+    from plait.frontend.opaque import ProgramConfig
     from plait.ir.module import block_range
     from plait.ir.quantise import quantise_blocks
 
@@ -408,8 +415,8 @@ def compile_artifact(
 ) -> artifacts.Artifact:
     """Compile a checkpoint to an artifact directory, without starting it.
 
-    A program of `torch.export.export` goes in too: a decoder from token ids to logits, taken as one opaque op for xla
-    devices, with its weights in the artifact.
+    A program of `torch.export.export` goes in too, with its weights in the artifact: a decoder from token ids to
+    logits, with or without a KV cache. Where it is not made of plait's ops it is one opaque op for xla devices.
 
     Args:
         output: the directory to write; replaced when it is an artifact already.

@@ -13,7 +13,7 @@ from plait.errors import UnsupportedError
 from plait.frontend.aten import layout
 from plait.frontend.aten.facts import Array
 from plait.frontend.aten.formulas import MASKED, SCALED, SCORES, SOFTCAP, given, last_dim
-from plait.frontend.aten.graph import Sample, describe, op, rank, refuse
+from plait.frontend.aten.graph import Sample, describe, op, operands, rank, refuse
 from plait.frontend.aten.layout import Atom
 from plait.frontend.aten.raiser import Past, Raiser, Symbol, Unary, View
 
@@ -50,11 +50,11 @@ def sdpa(raiser: Raiser, node: Node) -> Symbol | None:
 
 def weighted(raiser: Raiser, node: Node) -> Symbol | None:
     """softmax(scores) v."""
-    left, value = node.args[:2]
-    softmax = raiser.graph.strip(left)  # type: ignore[arg-type]
-    if op(softmax) != "softmax" or not last_dim(softmax, softmax.args[1]):
+    left, value = operands(node)[:2]
+    softmax = raiser.graph.strip(left)
+    if op(softmax) != "softmax" or not last_dim(softmax, operands(softmax)[1]):
         return None
-    at: Any = softmax.args[0]
+    at: Any = operands(softmax)[0]
     masks: list[Any] = []
     while (found := raiser.matcher.first(MASKED, at)) is not None:
         if found["formula"] and found["hidden"] > HIDDEN:
@@ -70,7 +70,7 @@ def weighted(raiser: Raiser, node: Node) -> Symbol | None:
     found = raiser.matcher.first(SCORES, at)
     if found is None:
         refuse(at if at in raiser.graph.tainted else softmax, "it stands between the scores and their softmax")
-    q, k, v = raiser.symbol(found["q"]), raiser.symbol(found["k"]), raiser.symbol(value)  # type: ignore[arg-type]
+    q, k, v = raiser.symbol(found["q"]), raiser.symbol(found["k"]), raiser.symbol(value)
     return _attend(raiser, node, q, _turned(k), v, tuple(masks), scale=scale, softcap=softcap)
 
 
@@ -149,11 +149,11 @@ def cached(raiser: Raiser, node: Node) -> Symbol | None:
     """K or V of the past, (1, KV heads, past, head_dim), and that of the new tokens behind it."""
     said = given(node, "tensors", "dim")
     assert said is not None
-    tensors = [item for item in said["tensors"] if 0 not in item.meta["val"].shape or item in raiser.graph.tainted]
+    tensors = [item for item in said["tensors"] if 0 not in raiser.graph.shape(item)]
     if not all(raiser.known(item) for item in tensors):
         return None
     found = [raiser.symbols[item] for item in tensors]
-    if len(found) == 1:  # before it stood an empty tensor
+    if len(found) == 1:  # beside an empty tensor
         return found[0]
     past, view = found[0], found[1]
     if len(found) != 2 or not isinstance(past, Past) or not isinstance(view, View | Unary):
@@ -199,15 +199,14 @@ def _read_window(raiser: Raiser, node: Node, masks: Masks, causal: bool) -> int 
 
     largest, tables = _made_of(raiser, masks)
     if tables:
+        if not raiser.graph.pasts:
+            _cut(raiser, facts.longest)
         facts.limit(facts.reach(there))
     far = facts.last()
     if not raiser.graph.pasts:
         # A square: of a long sequence it is large. It says nothing new beyond the largest number that it is made with.
-        due = far.total if tables else max(facts.least, min(far.total, largest + _SEEN))
-        if due > MOST_SQUARE:
-            raiser.notes.add(f"masks were looked at up to {MOST_SQUARE:,} tokens, which is the longest sequence")
-            facts.limit(MOST_SQUARE)
-        far = Sample(0, min(due, MOST_SQUARE))
+        most = far.total if tables else max(facts.least, min(far.total, largest + _SEEN))
+        far = Sample(0, _cut(raiser, most))
     seen = int(_visible(raiser, node, masks, causal, far)[-1].sum())
     window = None if seen == far.total else seen
     edge = []
@@ -229,6 +228,14 @@ def _read_window(raiser: Raiser, node: Node, masks: Masks, causal: bool) -> int 
     return window
 
 
+def _cut(raiser: Raiser, due: int) -> int:
+    """How many of `due` tokens a square mask is looked at for; if not for all, there are no longer sequences."""
+    if due > MOST_SQUARE:
+        raiser.notes.add(f"masks were looked at up to {MOST_SQUARE:,} tokens, which is the longest sequence")
+        raiser.facts.limit(MOST_SQUARE)
+    return min(due, MOST_SQUARE)
+
+
 def _made_of(raiser: Raiser, masks: Masks) -> tuple[int, bool]:
     """The largest number that masks are made with, and whether tables are among it."""
     stack, seen, numbers, tables = [mask for mask, _ in masks], set(), [0], False
@@ -239,7 +246,9 @@ def _made_of(raiser: Raiser, masks: Masks) -> tuple[int, bool]:
         seen.add(item)
         stack += item.all_input_nodes
         if item.op == "placeholder":
-            tables |= item not in raiser.graph.inputs
+            number = None if item in raiser.graph.inputs else raiser.number(item)
+            tables |= item not in raiser.graph.inputs and number is None
+            numbers += _whole(number or 0)
         elif op(item) not in ("slice", "sym_size"):
             numbers += _whole(item.args)
     return max(numbers), tables

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from plait.frontend.aten.graph import Graph, op, rank
+from plait.frontend.aten.graph import Graph, op, operands, rank
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -36,6 +36,7 @@ RMS_NORM = (
 LAYER_NORM = (
     "layer_norm(x, w, b, eps)",
     "layer_norm(x, w, eps)",
+    "w * ((x - mean(x)) * rsqrt(mean((x - mean(x)) ** 2) + eps))",
 )
 SILU = ("silu(x)", "x * sigmoid(x)", "x / (1 + exp(-x))")
 GELU = (
@@ -95,8 +96,9 @@ class Matcher:
     def _match(self, pattern: ast.expr, given: Any, bound: Bindings) -> Iterator[Bindings]:
         node = self.graph.strip(given) if hasattr(given, "all_input_nodes") else given
         if isinstance(pattern, ast.Constant):
-            number = self.number(node)
-            if number is not None and math.isclose(number, float(pattern.value), rel_tol=1e-6):  # type: ignore[arg-type]
+            number, due = self.number(node), pattern.value
+            assert isinstance(due, int | float)
+            if number is not None and math.isclose(number, due, rel_tol=1e-6):
                 yield bound
         elif isinstance(pattern, ast.Name):
             value = self._value(KINDS.get(pattern.id, "number"), node)
@@ -155,10 +157,10 @@ _OPERATORS: dict[type[ast.operator], str] = {
 def given(node: Node, *names: str) -> dict[str, Any] | None:
     """The arguments of a node by the names of its schema, those left out too; None where one beside `names` is not
     left at its default."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema: Any = getattr(node.target, "_schema", None)
     found = {item.name: item.default_value if item.has_default_value() else None for item in schema.arguments}
     defaults = dict(found)
-    found |= dict(zip(found, node.args, strict=False)) | dict(node.kwargs)
+    found |= dict(zip(found, operands(node), strict=False)) | dict(node.kwargs)
     free = {*names, "device", "layout", "pin_memory", "memory_format"}
     return None if any(found[name] != defaults[name] for name in found if name not in free) else found
 
@@ -204,9 +206,9 @@ def _norm(name: str) -> Callable[[Node], Term | None]:
             return None
         eps = found["eps"]
         if eps is None:
-            import torch
-
-            eps = torch.finfo(found["input"].meta["val"].dtype).eps
+            if str(found["input"].meta["val"].dtype) != "torch.float32":
+                return None
+            eps = 2.0**-23
         bias = [] if found.get("bias") is None else [found["bias"]]
         return name, [found["input"], found["weight"], *bias, eps]
 
@@ -231,11 +233,11 @@ def part(node: Node) -> tuple[Node, int, int, int] | None:
         if not isinstance(whole, int):
             return None
         return base, dim, max(0, start + whole if start < 0 else start), min(whole, end + whole if end < 0 else end)
-    if name == "getitem" and op(node.args[0]) in ("split", "chunk", "split_with_sizes", "unbind"):  # type: ignore[arg-type]
-        whole = node.args[0]
-        before = [item.shape for item in whole.meta["val"][: node.args[1]]]  # type: ignore[union-attr,misc]
-        found = given(whole, "self", "dim", "chunks", "split_size", "split_sizes")  # type: ignore[arg-type]
-        if found is None or op(whole) == "unbind":  # type: ignore[arg-type]
+    if name == "getitem" and op(operands(node)[0]) in ("split", "chunk", "split_with_sizes", "unbind"):
+        whole = operands(node)[0]
+        before = [item.shape for item in whole.meta["val"][: operands(node)[1]]]
+        found = given(whole, "self", "dim", "chunks", "split_size", "split_sizes")
+        if found is None or op(whole) == "unbind":
             return None
         dim = found["dim"] % rank(found["self"])
         start = sum(shape[dim] for shape in before)
@@ -251,7 +253,7 @@ def _slice(node: Node) -> Term | None:
 
 
 def _rsqrt(node: Node) -> Term | None:
-    return "rsqrt", [node.args[0]]
+    return "rsqrt", [operands(node)[0]]
 
 
 def _div(node: Node) -> Term | None:
@@ -270,7 +272,7 @@ _TERMS: dict[str, Callable[[Node], Term | None]] = {
     "mul": _mul,
     "div": _div,
     "pow": _pow,
-    "square": lambda node: ("pow", [node.args[0], 2]),
+    "square": lambda node: ("pow", [operands(node)[0], 2]),
     "neg": _plain("neg", "self"),
     "rsqrt": _rsqrt,
     "sqrt": _plain("sqrt", "self"),

@@ -94,7 +94,7 @@ class Graph:
     def _symbols(self) -> None:
         """Which symbols of shapes count sequences (there is one), new tokens and past ones."""
         self.kinds: dict[Any, str] = {}
-        for node in self.inputs:
+        for node in sorted(self.inputs, key=lambda node: node is not self.tokens):
             for at, dim in enumerate(_value(node).shape if _is_tensor(node) else ()):
                 expr = None if isinstance(dim, int) else dim.node.expr
                 if expr is None or not expr.is_Symbol:
@@ -110,7 +110,12 @@ class Graph:
                     kind = "new"  # positions
                 if kind is not None:
                     self.kinds.setdefault(expr, kind)
-        self.dynamic = not isinstance(_value(self.tokens).shape[1], int)
+        batch, new = _value(self.tokens).shape
+        self.dynamic = not isinstance(new, int)
+        if isinstance(batch, int) and batch != 1:
+            refuse_text("signature", f"the program takes {batch} sequences at once", "one is raised")
+        if new == 1:
+            refuse_text("length", "the program takes one token", "export with a dynamic number of tokens")
 
     def limits(self, kind: str) -> tuple[int, int | None]:
         """The least and the most tokens that the program says it takes; None where there is no most."""
@@ -164,9 +169,11 @@ class Graph:
 
     def strip(self, node: Node) -> Node:
         """The node behind copies and casts. A cast is one only between the dtype of the program and float32."""
-        while op(node) in SAME and node.args and not (op(node) == "dropout" and node.args[2]):
-            inner, value = node.args[0], _value(node)
-            if value.dtype != _value(inner).dtype and str(value.dtype) not in ("torch.float32", f"torch.{self.dtype}"):
+        while op(node) in SAME and operands(node) and not (op(node) == "dropout" and operands(node)[2:] != (False,)):
+            inner, value = operands(node)[0], _value(node)
+            known = value.dtype.is_floating_point and _value(inner).dtype.is_floating_point
+            known = known and str(value.dtype) in ("torch.float32", f"torch.{self.dtype}")
+            if value.dtype != _value(inner).dtype and not known:
                 break
             node = inner
         return node
@@ -186,6 +193,11 @@ def op(node: Node) -> str:
     return "getitem" if node.target is operator.getitem else str(getattr(node.target, "__name__", node.target))
 
 
+def operands(node: Node) -> Any:
+    """Its arguments by position, of any kind."""
+    return node.args
+
+
 def _is_tensor(node: Node) -> bool:
     return hasattr(node.meta.get("val"), "dtype")
 
@@ -203,7 +215,7 @@ def count(shape: tuple[int, ...]) -> int:
 
 
 def describe(node: Node) -> str:
-    """`the node 'tanh' (aten.tanh.default) of 'model.layers.0.mlp', at model.py:12: y = torch.tanh(x)`."""
+    """`the node 'tanh' (aten.tanh.default) of 'model.layers.0.mlp', at lm/model.py:12 (`y = torch.tanh(x)`)`."""
     text = f"the node {node.name!r} ({node.target})"
     modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
     if modules:
@@ -211,7 +223,7 @@ def describe(node: Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if frames:
         file, line, code = frames[-1]
-        text += f", at {'/'.join(file.split('/')[-2:])}:{line}" + (f": {code.strip():.100}" if code else "")
+        text += f", at {'/'.join(file.split('/')[-2:])}:{line}" + (f" (`{code.strip():.100}`)" if code else "")
     return text
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from plait.frontend.aten import layout
 from plait.frontend.aten.attention import cached, sdpa, weighted
 from plait.frontend.aten.formulas import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU, SOFTCAP, given, part
-from plait.frontend.aten.graph import SAME, Sample, count, op, rank, refuse
+from plait.frontend.aten.graph import SAME, Sample, count, op, operands, rank, refuse
 from plait.frontend.aten.layout import Atom, Axes
 from plait.frontend.aten.raiser import Handle, Past, Product, Raiser, Step, Symbol, Tokens, Unary, View
 from plait.frontend.aten.ropes import joined, rotary
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 def _same(raiser: Raiser, node: Node) -> Symbol | None:
     """Copies and casts."""
     inner = raiser.graph.strip(node)
+    if isinstance(raiser.symbols.get(operands(node)[0]), Tokens):
+        return Tokens() if str(node.meta["val"].dtype) in ("torch.int32", "torch.int64") else None
     return raiser.symbols.get(inner) if inner is not node else None
 
 
 def _moved(raiser: Raiser, node: Node, change: Callable[[Axes], Axes | None]) -> Symbol | None:
     """The first operand, with other axes."""
-    if not raiser.known(node.args[0]):
+    if not raiser.known(operands(node)[0]):
         return None
-    found = raiser.symbols[node.args[0]]
+    found = raiser.symbols[operands(node)[0]]
 
     def moved(value: View | Unary) -> View | Unary:
         if isinstance(value, Unary):
@@ -51,11 +53,12 @@ def _reshape(raiser: Raiser, node: Node) -> Symbol | None:
 
 
 def _permute(raiser: Raiser, node: Node) -> Symbol | None:
-    ends = [at % rank(node) for at in node.args[1:3]] if op(node) == "transpose" else [rank(node) - 2, rank(node) - 1]  # type: ignore[operator]
     order = list(range(rank(node)))
-    order[ends[0]], order[ends[1]] = ends[1], ends[0]
     if op(node) == "permute":
-        order = [at % rank(node) for at in node.args[1]]  # type: ignore[union-attr,operator,misc]
+        order = [at % rank(node) for at in operands(node)[1]]
+    else:
+        one, other = operands(node)[1:3] if op(node) == "transpose" else (-2, -1)
+        order[one], order[other] = order[other], order[one]
     return _moved(raiser, node, lambda axes: tuple(axes[at] for at in order))
 
 
@@ -93,25 +96,26 @@ def _part(raiser: Raiser, node: Node) -> Symbol | None:
 
 def _last(raiser: Raiser, node: Node) -> Symbol | None:
     """All tokens, or the last one, of a value."""
-    if op(node) not in ("slice", "select") or not raiser.known(node.args[0]):
+    if op(node) not in ("slice", "select") or not raiser.known(operands(node)[0]):
         return None
-    found = raiser.symbols[node.args[0]]
-    whole = raiser.graph.shape(node.args[0])
-    dim = node.args[1] % len(whole) if len(node.args) > 1 else 0  # type: ignore[operator]
+    found = raiser.symbols[operands(node)[0]]
+    whole = raiser.graph.shape(operands(node)[0])
+    dim = operands(node)[1] % len(whole) if len(operands(node)) > 1 else 0
     if not isinstance(found, View) or [atom.kind for atom in found.axes[dim]] != ["tokens"]:
         return None
     if op(node) == "slice" and raiser.graph.shape(node) == whole:
         return found
-    start = node.args[2] if len(node.args) > 2 else None
+    start = operands(node)[2] if len(operands(node)) > 2 else None
     start = raiser.graph.number(start.meta["val"]) if hasattr(start, "meta") else start
-    if start not in (-1, whole[dim] - 1):
+    one = op(node) == "select" or raiser.graph.shape(node)[dim] == 1
+    if start not in (-1, whole[dim] - 1) or not one:
         return None
     axis = () if op(node) == "select" else ((),)
     return replace(found, axes=(*found.axes[:dim], *axis, *found.axes[dim + 1 :]), last=True)
 
 
 def _embedding(raiser: Raiser, node: Node) -> Symbol | None:
-    table, tokens = node.args[:2]
+    table, tokens = operands(node)[:2]
     ref = raiser.weight(table)
     if ref is None or not raiser.known(tokens) or not isinstance(raiser.symbols[tokens], Tokens):
         return None
@@ -128,7 +132,7 @@ def _by_token(raiser: Raiser, node: Node, at: int, width: int) -> View:
 
 
 def _linear(raiser: Raiser, node: Node) -> Symbol | None:
-    x, weight, *bias = node.args
+    x, weight, *bias = operands(node)
     return _product(raiser, node, x, raiser.weight(weight), bias[0] if bias else None)
 
 
@@ -141,7 +145,7 @@ def _addmm(raiser: Raiser, node: Node) -> Symbol | None:
 
 
 def _matmul(raiser: Raiser, node: Node) -> Symbol | None:
-    x, weight = node.args[:2]
+    x, weight = operands(node)[:2]
     ref = raiser.weight(weight)
     return None if ref is None else _product(raiser, node, x, _transposed(ref), None)
 
@@ -217,7 +221,7 @@ GATES: Mapping[str, Callable[[Any, Any, Any], Any]] = {
 
 def _gated(raiser: Raiser, node: Node) -> Symbol | None:
     term = raiser.matcher.term(node)
-    if term is None or not all(raiser.known(item) for item in term[1]):
+    if term is None or term[0] != "mul" or not all(raiser.known(item) for item in term[1]):
         return None
     values = [raiser.value(item) for item in term[1]]
     for at, gate in enumerate(values):
@@ -231,7 +235,7 @@ def _gated(raiser: Raiser, node: Node) -> Symbol | None:
 
 def _scaled(raiser: Raiser, node: Node) -> Symbol | None:
     term = raiser.matcher.term(node)
-    if term is None or len(term[1]) != 2:
+    if term is None or term[0] not in ("mul", "div"):
         return None
     pairs = [term[1], term[1][::-1]] if term[0] == "mul" else [term[1]]
     for x, other in pairs:
@@ -240,7 +244,7 @@ def _scaled(raiser: Raiser, node: Node) -> Symbol | None:
             continue
         value, factor = raiser.value(x), number if term[0] == "mul" else 1 / number
         if isinstance(value, Unary) and value.kind == "scale":
-            value, factor = value.of, factor * value.number
+            return Unary("scale", value.of, factor * value.number)
         return Unary("scale", value, factor)
     return None
 

@@ -92,7 +92,7 @@ def part(axes: Axes, dim: int, start: int, count: int) -> tuple[int, Axes] | Non
     axis = axes[dim]
     if (start, count) == (0, size(axis)):
         return 0, axes
-    if len(axis) != 1 or axis[0].kind != "features":
+    if len(axis) != 1 or axis[0].kind != "features" or count < 1:
         return None
     (atom,) = axis
     kept = (replace(atom, size=count),) if count > 1 else ()

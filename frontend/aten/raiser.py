@@ -15,7 +15,7 @@ import numpy as np
 from plait.frontend.aten import layout
 from plait.frontend.aten.facts import Facts
 from plait.frontend.aten.formulas import Matcher
-from plait.frontend.aten.graph import Graph, describe, op, refuse, refuse_text
+from plait.frontend.aten.graph import Graph, op, operands, refuse, refuse_text
 from plait.frontend.aten.layout import Axes
 from plait.frontend.onnx_tape import Emit, Kind, Tape
 from plait.frontend.onnx_weights import take_rows, transposed
@@ -132,18 +132,22 @@ class Raiser:
         for node in self.graph.nodes:
             if node not in self.graph.tainted or node in self.symbols:
                 continue
-            for handle in self.handlers.get(op(node), ()):
-                made = handle(self, node)
-                if made is not None:
-                    self.symbols[node] = made
-                    break
+            try:
+                made = self._meaning(node)
+            except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as err:
+                # Arguments of another kind than any that was thought of.
+                refuse(node, f"{type(err).__name__}: {err}")
+            if made is not None:
+                self.symbols[node] = made
+
+    def _meaning(self, node: Node) -> Symbol | None:
+        made = (handle(self, node) for handle in self.handlers.get(op(node), ()))
+        return next((symbol for symbol in made if symbol is not None), None)
 
     def symbol(self, node: Node) -> Symbol:
         """What a node is known to be. Raises UnsupportedError, naming where what is not known begins."""
         if node not in self.symbols:
-            unknown = self._first_unknown(node)
-            more = "" if unknown is node else f"; nor is what is made of it: {describe(node)}"
-            refuse(unknown, f"plait has no op for it, here{more}")
+            refuse(self._first_unknown(node), "plait has no op for it, here")
         return self.symbols[node]
 
     def _first_unknown(self, node: Node) -> Node:
@@ -253,11 +257,11 @@ class Raiser:
         found = self.graph.ref(node)
         if found is not None or op(node) not in ("t", "transpose", "permute", "numpy_T"):
             return found
-        inner = self.weight(node.args[0])
+        inner = self.weight(operands(node)[0])
         if inner is None or len(inner.shape) != 2 or tuple(node.meta["val"].shape) != inner.shape[::-1]:
             return None
-        swaps = {"permute": lambda: [dim % 2 for dim in node.args[1]] == [1, 0],
-                 "transpose": lambda: {dim % 2 for dim in node.args[1:3]} == {0, 1}}  # fmt: skip
+        swaps = {"permute": lambda: [dim % 2 for dim in operands(node)[1]] == [1, 0],
+                 "transpose": lambda: {dim % 2 for dim in operands(node)[1:3]} == {0, 1}}  # fmt: skip
         return transposed(inner) if swaps.get(op(node), lambda: True)() else None
 
     def number(self, part: Any) -> float | None:

@@ -11,7 +11,7 @@ from plait.errors import UnsupportedError
 from plait.frontend.aten import layout
 from plait.frontend.aten.facts import Array
 from plait.frontend.aten.formulas import ROPE, Bindings
-from plait.frontend.aten.graph import SAME, Sample, describe, op, refuse
+from plait.frontend.aten.graph import SAME, Sample, describe, op, operands, refuse
 from plait.frontend.aten.raiser import Raiser, Symbol, Turn, View
 from plait.frontend.onnx_rope import recover
 from plait.ir import Rope
@@ -70,8 +70,8 @@ def _rope(raiser: Raiser, node: Node, found: Bindings) -> tuple[Rope, int]:
 
 def _bare(node: Node) -> Node:
     """A table as it was before it was rounded to the dtype of the activations."""
-    while op(node) in (*SAME, "unsqueeze") and node.args:
-        node = node.args[0]  # type: ignore[assignment]
+    while op(node) in (*SAME, "unsqueeze") and operands(node):
+        node = operands(node)[0]
     return node
 
 
@@ -85,7 +85,7 @@ def _rows(raiser: Raiser, node: Node, tables: tuple[Node, Node]) -> tuple[Array,
     def there(positions: int) -> bool:
         sample = Sample(positions - facts.least, facts.least) if cached else Sample(0, max(facts.least, positions))
         try:
-            return row(tables[0], sample).shape[1] > 0
+            return bool(row(tables[0], sample).shape[1])
         except (UnsupportedError, ValueError):
             return False
 

@@ -21,8 +21,9 @@ from plait.backends.conformance.script import Player, Script, Turn
 from plait.backends.cpu import BACKEND as CPU
 from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.checkpoint import open_checkpoint
-from plait.frontend.exported import ProgramConfig, build_program, read_program, save_program
+from plait.frontend.exported import build_program, read_program, save_program
 from plait.frontend.lower import lower
+from plait.frontend.opaque import ProgramConfig
 from plait.ir import Builder, Step, parse_module, print_module, read_module
 from plait.ir.module import ops
 from plait.ir.ops import OpaqueOp
