@@ -117,10 +117,10 @@ def child(name: str, seeds: Path, scratch: Path, first: int, count: int) -> None
             log.write(json.dumps(words) + "\n")
             log.flush()
 
-        peak = _peak()
         for case in range(first, count):
             say(case=case)
             made = damage(kind, seeds, scratch, case)
+            before = _start_peak()
             faulthandler.dump_traceback_later(SECONDS, exit=True)
             try:
                 say(ended=_ended(kind, made))
@@ -130,7 +130,7 @@ def child(name: str, seeds: Path, scratch: Path, first: int, count: int) -> None
                 frames = traceback.format_exception(err)
                 say(fault=asdict(Fault(name, case, f"{type(err).__name__}: {err}"[:300], "".join(frames)[-1500:])))
             faulthandler.cancel_dump_traceback_later()
-            grown, peak = _peak() - peak, _peak()
+            grown = _peak() - before
             if grown > GROWTH_BYTES:
                 say(fault=asdict(Fault(name, case, f"it took {grown >> 20} MB of memory")))
 
@@ -149,8 +149,17 @@ def _ended(kind: Kind, made: Path) -> str:
     return told.code
 
 
+def _start_peak() -> int:
+    """Forget the most memory that the process ever had; what it has now. (getrusage knows no such thing, and begins
+    with what the parent had.)"""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
 def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most bytes of memory since `_start_peak`."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
