@@ -245,10 +245,7 @@ def _with_rope(layer: Layer, choose: Callable[[RopeByContext], Rope]) -> Layer:
 
 def read_dtype(reader: ConfigReader) -> str | None:
     """The checkpoint's dtype, in either spelling. None where the config does not say."""
-    old, new = reader.optional("torch_dtype", str), reader.optional("dtype", str)
-    if old is not None and new is not None and old != new:
-        raise reader.error("config-conflict", f"torch_dtype is {old!r} and dtype is {new!r}")
-    dtype = new or old
+    dtype = reader.optional(reader.spelling("dtype", "torch_dtype"), str)
     if dtype is not None and dtype not in DTYPES:
         raise UnsupportedError(
             "dtype-unsupported", f"{reader.source}: the dtype {dtype!r} is not implemented", hint=", ".join(DTYPES)
@@ -270,8 +267,8 @@ def read_heads(reader: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
 
 def read_rotary_dim(reader: ConfigReader, head_dim: int, share: float = 1.0) -> int | None:
     """The features of a head that turn, of a share of them; None for all. Raises where they are no pairs."""
-    rotary = int(head_dim * share)
-    if not 0 < share <= 1 or rotary < 2 or rotary % 2:
+    rotary = int(head_dim * share) if 0 < share <= 1 else 0
+    if rotary < 2 or rotary % 2:
         what = f"head_dim {head_dim}" if share == 1 else f"{share} of head_dim {head_dim}"
         raise reader.error(
             "config-value", f"{what} is odd" if rotary > 0 else what, why="rotary embeddings rotate pairs"
@@ -324,6 +321,6 @@ def read_layer_types(reader: ConfigReader, blocks: int) -> tuple[str, ...] | Non
             raise UnsupportedError(
                 "config-value",
                 f"{reader.source}: the layer type {kind!r:.100} is not implemented",
-                why=f"{LAYER_TYPES}",
+                why=f"implemented: {', '.join(LAYER_TYPES)}",
             )
     return tuple(kinds)

@@ -138,6 +138,13 @@ class ConfigReader:
             raise self.error("config-value", f"{key!r} is {value}, expected a positive number")
         return value
 
+    def spelling(self, *keys: str) -> str:
+        """Which of several spellings of one key is there; the first where none is. Where more are, they must agree."""
+        there = [key for key in keys if self.raw(key) is not None]
+        if any(self._data[key] != self._data[there[0]] for key in there):
+            raise self.error("config-conflict", " and ".join(f"{key} is {self._data[key]!r:.50}" for key in there))
+        return there[0] if there else keys[0]
+
     def flag(self, key: str) -> bool:
         """A switch that is off where absent: every family's own default."""
         return bool(self.optional(key, bool))
@@ -176,7 +183,7 @@ class ConfigReader:
             return None
         # JSON has one kind of number: 10000 is a fine float. True is no number here, though Python says so.
         accepted = (int, float) if kind is float else (kind,)
-        if type(value) not in accepted or (kind is float and not _finite(value)):
+        if type(value) not in accepted or (kind is float and not finite(value)):
             raise self.error("config-type", f"{key!r} is {value!r:.100}, expected a {_KIND_NAMES[kind]}")
         typed: T = kind(value)
         return typed
@@ -196,7 +203,8 @@ def token_ids(value: Any, what: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _finite(value: float) -> bool:
+def finite(value: float) -> bool:
+    """Whether a float can hold the number."""
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number too large for a float

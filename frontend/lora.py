@@ -140,8 +140,8 @@ def read_adapter(folder: Path, targets: Mapping[str, Target]) -> Adapter:
         match = _PART.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
             _save(adapter, config, targets, name, ref)
-        else:
-            pairs.setdefault(match["module"], {})[match["side"]] = ref
+        elif (known := pairs.setdefault(match["module"], {}).setdefault(match["side"], ref)) is not ref:
+            raise CheckpointError("lora-pair", f"{config.source}: {known.name!r} and {name!r} are one matrix twice")
     for called, pair in pairs.items():
         _add(adapter, config, targets, called, pair)
     _check_whole(config, targets, adapter)

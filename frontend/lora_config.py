@@ -12,7 +12,6 @@ from math import sqrt
 from typing import Any
 
 from plait.frontend.config_reader import ConfigReader
-from plait.frontend.files import MAX_DIM
 
 ALL_LINEAR = "all-linear"
 """Means every linear but that of the logits."""
@@ -161,9 +160,7 @@ def _pattern(reader: ConfigReader, key: str, kind: type[int] | type[float]) -> d
     inner = ConfigReader(value, f"{reader.source}: {key}", no_effect=(), fixed={})
     for name in value:
         _compiled(reader, key, name)
-    found = {name: inner.positive(name) if kind is int else inner.get(name, float) for name in value}
-    assert all(0 < rank <= MAX_DIM for rank in found.values()) or kind is float
-    return found
+    return {name: inner.positive(name) if kind is int else inner.get(name, float) for name in value}
 
 
 def _compiled(reader: ConfigReader, key: str, pattern: str) -> None:

@@ -6,6 +6,7 @@ no meaning here. Weights stay where they are, see `onnx_file`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from plait.frontend.onnx_attention import past_inputs
 from plait.frontend.onnx_file import ENCODINGS, read_onnx_file, refuse, require
 from plait.frontend.onnx_nodes import HANDLERS, embeddings
 from plait.frontend.onnx_raise import Cache, Product, Raiser, Unary
-from plait.spec import WeightRef
+from plait.spec import WeightRef, parts
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -79,11 +80,9 @@ class _Raised:
         return {name: "a table of rope, which is computed" if name in tables else "no weight" for name in left}
 
 
-def _inner(refs: object) -> set[str]:
-    from plait.spec import parts
-
-    assert not isinstance(refs, str)
-    return {part.name.partition("[")[0] for ref in refs for part in parts(ref)}  # type: ignore[attr-defined]
+def _inner(refs: Iterable[WeightRef]) -> set[str]:
+    """The names of tensors that weights are made of."""
+    return {part.name.partition("[")[0] for ref in refs for part in parts(ref)}
 
 
 def read_onnx(path: Path) -> tuple[OnnxConfig, TensorFiles]:

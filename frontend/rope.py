@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.errors import UnsupportedError
-from plait.frontend.config_reader import ConfigReader
+from plait.frontend.config_reader import ConfigReader, finite
 from plait.ir import Rope
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 """Attention kinds that `layer_types` and nested rope parameters may name."""
 
 
@@ -62,11 +62,13 @@ class RopeFacts:
         rotary_dim: features of a head that turn.
         max_positions: tokens of the longest sequence.
         original_positions: of the pretraining, where it stands outside the rope parameters; None where it does not.
+        share: of a head that turns.
     """
 
     rotary_dim: int
     max_positions: int
     original_positions: int | None = None
+    share: float = 1.0
 
 
 def read_ropes(
@@ -93,11 +95,11 @@ def read_ropes(
     given = _parameters(reader)
     if not given or not all(isinstance(value, dict) for value in given.values()):
         rope = local = read_rope(reader, given, theta, facts)
-        if local_theta is None and local_theta_key is not None and "sliding_attention" in kinds:
+        if local_theta is None and local_theta_key is not None and SLIDING in kinds:
             raise reader.error("config-key-missing", f"{local_theta_key} is missing", why=_NO_THETA)
         if local_theta is not None or unscaled_windows:
             local = Rope(_theta(rope) if local_theta is None else local_theta)
-        return tuple(local if kind == "sliding_attention" else rope for kind in kinds)
+        return tuple(local if kind == SLIDING else rope for kind in kinds)
     if local_theta is not None:
         raise reader.error("config-conflict", f"both {local_theta_key} and rope_parameters by layer type are given")
     unknown, missing = set(given) - set(LAYER_TYPES), set(kinds) - set(given)
@@ -118,15 +120,15 @@ def _theta(rope: Rope | RopeByContext) -> float:
 
 def partial_factor(reader: ConfigReader, default: float = 1.0) -> float:
     """The share of a head that turns: `partial_rotary_factor`, flat or in the rope parameters."""
-    flat = reader.optional("partial_rotary_factor", float)
+    found = [reader.optional("partial_rotary_factor", float)]
     for key in ("rope_parameters", "rope_scaling"):
         inner = reader.peek(key)
-        nested = inner.get("partial_rotary_factor") if isinstance(inner, dict) else None
-        if nested is not None:
-            if type(nested) not in (int, float) or (flat is not None and flat != nested):
-                raise reader.error("config-conflict", f"partial_rotary_factor is {flat} and {nested!r:.50}")
-            return float(nested)
-    return default if flat is None else flat
+        if isinstance(inner, dict):
+            found.append(ConfigReader(inner, f"{reader.source}: {key}").optional("partial_rotary_factor", float))
+    given = sorted({share for share in found if share is not None})
+    if len(given) > 1:
+        raise reader.error("config-conflict", f"partial_rotary_factor is {' and '.join(map(str, given))}")
+    return given[0] if given else default
 
 
 def _parameters(reader: ConfigReader) -> dict[str, Any]:
@@ -151,7 +153,9 @@ def read_rope(
         UnsupportedError: `rope-unsupported`.
     """
     own = ConfigReader(given, f"{reader.source}: rope parameters", no_effect=(), fixed={})
-    own.raw("partial_rotary_factor")  # whoever gives `facts` read it
+    share = own.optional("partial_rotary_factor", float)
+    if share not in (None, facts.share):
+        raise own.error("config-conflict", f"partial_rotary_factor is {share}, and {facts.share} of every head turns")
     theta = own.optional("rope_theta", float)
     if theta is not None and outer_theta is not None and theta != outer_theta:
         raise reader.error("config-conflict", f"rope_theta is {outer_theta} and {theta} in the rope parameters")
@@ -252,6 +256,8 @@ def _yarn(own: ConfigReader, theta: float, facts: RopeFacts) -> Rope:
 
 def _longrope(own: ConfigReader, theta: float, facts: RopeFacts) -> RopeByContext:
     original = _original(own, facts)
+    if original < 2:
+        raise own.error("config-rope", f"a pretraining with {original} token means nothing")
     given, factor = own.optional("attention_factor", float), own.optional("factor", float)
     stretch = facts.max_positions / original if factor is None else factor
     if given is None:
@@ -259,7 +265,7 @@ def _longrope(own: ConfigReader, theta: float, facts: RopeFacts) -> RopeByContex
     tables = []
     for key in ("short_factor", "long_factor"):
         factors = own.raw(key)
-        right = isinstance(factors, list) and all(type(item) in (int, float) for item in factors)
+        right = isinstance(factors, list) and all(type(item) in (int, float) and finite(item) for item in factors)
         if not right or len(factors) != facts.rotary_dim // 2:
             raise own.error("config-rope", f"{key!r} must list {facts.rotary_dim // 2} numbers, got {factors!r:.100}")
         tables.append(Rope(theta, "longrope", factors=tuple(map(float, factors)), attention_factor=given))

@@ -81,7 +81,7 @@ def _made(name: str, refs: list[WeightRef], view: View) -> WeightRef:
 
 def _vectors(name: str, ref: WeightRef, view: View) -> WeightRef:
     """A matrix as a stack of its rows, each a vector of its own."""
-    if len(ref.shape) != 2 or ref.scale is not None or ref.nbytes % ref.shape[0]:
+    if len(ref.shape) != 2 or ref.scale is not None or ref.shape[0] == 0 or ref.nbytes % ref.shape[0]:
         raise _wrong(name, [ref], "it is no plain matrix")
     count, size = ref.shape[0], ref.nbytes // ref.shape[0]
     parts = tuple(
@@ -124,6 +124,8 @@ def _one(name: str, ref: WeightRef, view: View) -> WeightRef:
     if view.flat:
         shape = (prod(shape),)
     if transposed:
+        if len(shape) < 2:
+            raise _wrong(name, [ref], "it is no matrix")
         shape = (*shape[:-2], shape[-1], shape[-2])
     if view.rows is not None:
         if ref.rows is not None:

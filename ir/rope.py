@@ -21,6 +21,9 @@ ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "longrope": ("factors", "attention_factor"),
 }
 
+_FEWEST, _MOST = 1e-6, 1e6
+"""Turns in the original context that a beta of yarn may be: what is beyond is damage, and overflows."""
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -71,6 +74,10 @@ class Rope:
         slow, fast = self.beta_slow, self.beta_fast
         if slow is not None and fast is not None and fast < slow:
             return f"beta_fast {fast} must not be less than beta_slow {slow}"
+        if slow is not None and fast is not None and not (slow >= _FEWEST and fast <= _MOST):
+            return f"beta_slow {slow} and beta_fast {fast} must be from {_FEWEST} to {_MOST}"
+        if self.kind == "yarn" and self.theta == 1:
+            return "with theta 1 all pairs turn alike"
         return None
 
 

@@ -16,8 +16,8 @@ PATTERN = 4
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     norm, bias = Norm(read_eps(reader, "layer_norm_eps"), "layer"), reader.flag("attention_bias")
-    every = reader.optional_positive("sliding_window_pattern")
-    every = reader.optional_positive("_sliding_window_pattern") or every or PATTERN  # transformers 5 writes it so
+    # transformers 5 writes the second name.
+    every = reader.optional_positive(reader.spelling("sliding_window_pattern", "_sliding_window_pattern")) or PATTERN
     windows = read_windows(reader, read_blocks(reader), every)
     attentions = read_attentions(reader, windows, bias=bias, output_bias=bias)
     turned = [own if own.window is not None else replace(own, rope=None) for own in attentions]

@@ -138,5 +138,5 @@ def _experts(b: Builder, own: Experts, names: Names, prefix: str, x: SSAValue, c
     )
     if own.shared is None:
         return made
-    parts = (f"{prefix}{names.shared}gate_proj", f"{prefix}{names.shared}up_proj", f"{prefix}{names.shared}down_proj")
-    return b.add(made, _dense(b, own.shared, parts, x, config.hidden_size))
+    gate, up, down = (f"{prefix}{names.shared}{part}" for part in STACKS)
+    return b.add(made, _dense(b, own.shared, (gate, up, down), x, config.hidden_size))

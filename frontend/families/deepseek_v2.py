@@ -7,8 +7,8 @@ from plait.frontend.config import DecoderConfig, Experts, LatentAttention, Layer
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.latent import latent_views
-from plait.frontend.families.reading import expert_views, read_blocks, read_mlp, read_model, rms
-from plait.frontend.rope import RopeFacts, magnitude, read_ropes
+from plait.frontend.families.reading import expert_views, read_blocks, read_experts, read_mlp, read_model, rms
+from plait.frontend.rope import FULL, RopeFacts, magnitude, read_ropes
 from plait.frontend.views import View
 
 NO_EFFECT = {
@@ -31,7 +31,7 @@ def read_latent(reader: ConfigReader) -> LatentAttention:
     facts = RopeFacts(rope_dim, reader.positive("max_position_embeddings"))
     if rope_dim % 2:
         raise reader.error("config-value", f"qk_rope_head_dim {rope_dim} is odd", why="rotary embeddings rotate pairs")
-    (rope,) = read_ropes(reader, ("full_attention",), facts)
+    (rope,) = read_ropes(reader, (FULL,), facts)
     return LatentAttention(
         heads=reader.positive("num_attention_heads"),
         q_rank=reader.optional_positive("q_lora_rank"),
@@ -53,6 +53,7 @@ LATENT_EPS = 1e-6
 def _growth(reader: ConfigReader) -> float:
     """YaRN's magnitude for all features, squared, belongs to the scores (DeepSeek-V2's own code)."""
     given = reader.peek("rope_parameters") or reader.peek("rope_scaling") or {}
+    given = given.get(FULL, given)
     every, factor = given.get("mscale_all_dim"), given.get("factor")
     return magnitude(factor, every) ** 2 if every and factor else 1.0
 
@@ -83,7 +84,7 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     if grouped and (groups is None or kept is None):
         raise reader.error("config-key-missing", f"'topk_method' is {method}, and n_group or topk_group is missing")
     experts = Experts(
-        count=reader.positive("n_routed_experts"),
+        count=read_experts(reader, "n_routed_experts"),
         per_token=reader.positive("num_experts_per_tok"),
         intermediate_size=reader.positive("moe_intermediate_size"),
         activation=read_activation(reader),
@@ -96,8 +97,9 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_model(reader, "deepseek_v2", read_layers(reader, experts), rms(reader))
 
 
-def _views(config: DecoderConfig) -> dict[str, View]:
-    return latent_views(config, config.names.block, interleaved=True) | expert_views(config)
+def views(config: DecoderConfig) -> dict[str, View]:
+    """Where the parts of attention and the experts are stored."""
+    return latent_views(config) | expert_views(config)
 
 
 def unneeded(config: DecoderConfig) -> dict[str, str]:
@@ -109,7 +111,7 @@ FAMILY = Family(
     "deepseek_v2",
     ("DeepseekV2ForCausalLM",),
     _read,
-    views=_views,
+    views=views,
     unneeded=unneeded,
     no_effect=NO_EFFECT,
     needed=NEEDED,

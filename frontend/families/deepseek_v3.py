@@ -5,10 +5,8 @@ from __future__ import annotations
 from plait.frontend.config import DecoderConfig, Experts, read_activation
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.deepseek_v2 import FIXED, NEEDED, NO_EFFECT, read_layers, read_shared, unneeded
-from plait.frontend.families.latent import latent_views
-from plait.frontend.families.reading import expert_views, read_model, rms
-from plait.frontend.views import View
+from plait.frontend.families.deepseek_v2 import FIXED, NEEDED, NO_EFFECT, read_layers, read_shared, unneeded, views
+from plait.frontend.families.reading import read_experts, read_model, rms
 
 LEAST = 1e-20
 """What is added to the sum that the chosen scores are divided by."""
@@ -16,7 +14,7 @@ LEAST = 1e-20
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     experts = Experts(
-        count=reader.positive("n_routed_experts"),
+        count=read_experts(reader, "n_routed_experts"),
         per_token=reader.positive("num_experts_per_tok"),
         intermediate_size=reader.positive("moe_intermediate_size"),
         activation=read_activation(reader),
@@ -32,15 +30,11 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_model(reader, "deepseek_v3", read_layers(reader, experts), rms(reader))
 
 
-def _views(config: DecoderConfig) -> dict[str, View]:
-    return latent_views(config, config.names.block, interleaved=True) | expert_views(config)
-
-
 FAMILY = Family(
     "deepseek_v3",
     ("DeepseekV3ForCausalLM",),
     _read,
-    views=_views,
+    views=views,
     unneeded=unneeded,
     no_effect=NO_EFFECT,
     needed=(*NEEDED, "first_k_dense_replace"),

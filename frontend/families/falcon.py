@@ -18,7 +18,7 @@ from plait.frontend.config import (
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.reading import layers, read_blocks
-from plait.frontend.rope import RopeFacts, read_ropes
+from plait.frontend.rope import FULL, RopeFacts, read_ropes
 from plait.frontend.views import View
 from plait.spec import Piece, Rows
 
@@ -50,7 +50,7 @@ def _read(reader: ConfigReader) -> DecoderConfig:
             "config-value", f"{reader.source}: the new architecture without parallel_attn is unknown"
         )
     kv_heads = _kv_heads(reader, heads, new)
-    (rope,) = read_ropes(reader, ("full_attention",), RopeFacts(head_dim, positions))
+    (rope,) = read_ropes(reader, (FULL,), RopeFacts(head_dim, positions))
     attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope, bias=bias, output_bias=bias)
     inner = reader.optional_positive("ffn_hidden_size") or 4 * hidden
     known = ("gelu", "gelu_tanh")

@@ -7,8 +7,6 @@ from plait.frontend.config import DecoderConfig, Names, read_layer_types
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.reading import (
-    FULL,
-    SLIDING,
     layers,
     read_attentions,
     read_blocks,
@@ -16,6 +14,7 @@ from plait.frontend.families.reading import (
     read_model,
     rms,
 )
+from plait.frontend.rope import FULL, SLIDING
 
 NAMES = Names(
     after_attention="post_attention_layernorm",
@@ -26,14 +25,6 @@ FIXED: dict[str, tuple[object, ...]] = {"use_bidirectional_attention": (False, N
 NEEDED = ("num_key_value_heads", "head_dim", "sliding_window")
 OFFSET = 1.0
 """The weight of a norm is its scale minus this."""
-
-
-def read_activation_key(reader: ConfigReader) -> str:
-    """The key that says the activation; where both spellings are there, they must agree."""
-    new, old = reader.optional("hidden_activation", str), reader.optional("hidden_act", str)
-    if new is not None and old is not None and new != old:
-        raise reader.error("config-conflict", f"hidden_activation is {new!r} and hidden_act is {old!r}")
-    return "hidden_act" if new is None else "hidden_activation"
 
 
 def read_windows(reader: ConfigReader, blocks: int, every: int) -> tuple[int | None, ...]:
@@ -59,7 +50,7 @@ def _read(reader: ConfigReader) -> DecoderConfig:
         output_bias=bias,
         softcap=reader.optional_positive_number("attn_logit_softcapping"),
     )
-    mlp = read_mlp(reader, key=read_activation_key(reader), known=("gelu_tanh",))
+    mlp = read_mlp(reader, key=reader.spelling("hidden_activation", "hidden_act"), known=("gelu_tanh",))
     return read_model(
         reader,
         "gemma2",

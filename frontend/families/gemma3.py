@@ -6,7 +6,7 @@ from __future__ import annotations
 from plait.frontend.config import DecoderConfig, QKNorm
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.gemma2 import FIXED, NAMES, NEEDED, OFFSET, read_activation_key, read_windows
+from plait.frontend.families.gemma2 import FIXED, NAMES, NEEDED, OFFSET, read_windows
 from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model, rms
 
 PATTERN = 6
@@ -14,8 +14,8 @@ PATTERN = 6
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     bias, norm = reader.flag("attention_bias"), rms(reader, offset=OFFSET)
-    every = reader.optional_positive("sliding_window_pattern")
-    every = reader.optional_positive("_sliding_window_pattern") or every or PATTERN  # transformers 5 writes it so
+    # transformers 5 writes the second name.
+    every = reader.optional_positive(reader.spelling("sliding_window_pattern", "_sliding_window_pattern")) or PATTERN
     attentions = read_attentions(
         reader,
         read_windows(reader, read_blocks(reader), every),
@@ -26,7 +26,7 @@ def _read(reader: ConfigReader) -> DecoderConfig:
         qk_norm=QKNorm(norm),
         local_theta_key="rope_local_base_freq",
     )
-    mlp = read_mlp(reader, key=read_activation_key(reader), known=("gelu_tanh",))
+    mlp = read_mlp(reader, key=reader.spelling("hidden_activation", "hidden_act"), known=("gelu_tanh",))
     return read_model(
         reader,
         "gemma3_text",

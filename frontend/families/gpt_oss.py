@@ -6,12 +6,12 @@ from plait.frontend.config import DecoderConfig, Experts, Layer, Names
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.gemma2 import read_windows
-from plait.frontend.families.reading import read_attentions, read_blocks, read_model, rms
+from plait.frontend.families.reading import read_attentions, read_blocks, read_experts, read_model, rms
 from plait.frontend.views import View
 from plait.ir.ops.experts import CLAMPED
 from plait.spec import Piece, Rows
 
-NAMES = Names(router="mlp.router", experts="mlp.experts.")
+NAMES = Names(router="mlp.router")
 ALPHA, LIMIT = 1.702, 7.0
 """Of the activation; configs that say nothing mean these."""
 
@@ -33,12 +33,9 @@ def _read(reader: ConfigReader) -> DecoderConfig:
         sinks=True,
         original_positions=reader.optional_positive("initial_context_length"),
     )
-    per_token = reader.optional_positive("num_experts_per_tok") or reader.positive("experts_per_token")
-    if (other := reader.optional_positive("experts_per_token")) not in (None, per_token):
-        raise reader.error("config-conflict", f"num_experts_per_tok is {per_token} and experts_per_token {other}")
     experts = Experts(
-        count=reader.positive("num_local_experts"),
-        per_token=per_token,
+        count=read_experts(reader, "num_local_experts"),
+        per_token=reader.positive(reader.spelling("num_experts_per_tok", "experts_per_token")),
         intermediate_size=reader.positive("intermediate_size"),
         activation=CLAMPED,
         normalise=0.0,

@@ -42,24 +42,19 @@ def latent_attention(b: Builder, own: LatentAttention, prefix: str, x: SSAValue,
     return linear(b, values, f"{prefix}self_attn.o_proj", hidden, own.bias)
 
 
-def latent_views(config: DecoderConfig, block: str, *, interleaved: bool) -> dict[str, View]:
-    """Where the parts are stored.
-
-    Args:
-        block: prefix of a block's names, in which `{}` is its number.
-        interleaved: rotary features stand in pairs (0, 1), (2, 3) ...
-    """
+def latent_views(config: DecoderConfig) -> dict[str, View]:
+    """Where the parts are stored. Rotary features stand in pairs (0, 1), (2, 3) ..."""
     views: dict[str, View] = {}
     for index, layer in enumerate(config.layers):
-        own, prefix = layer.attention, block.format(index)
+        own, prefix = layer.attention, config.names.block.format(index)
         assert isinstance(own, LatentAttention)
         heads, nope, rope, rank = own.heads, own.nope_dim, own.rope_dim, own.kv_rank
         query = f"{prefix}self_attn.{'q_proj' if own.q_rank is None else 'q_b_proj'}"
         parts: dict[str, tuple[str, int, int, Piece]] = {
             Q_NOPE: (query, heads, nope + rope, Piece(0, nope)),
-            Q_ROPE: (query, heads, nope + rope, Piece(nope, rope, pairs=interleaved)),
+            Q_ROPE: (query, heads, nope + rope, Piece(nope, rope, pairs=True)),
             LATENT: (f"{prefix}self_attn.kv_a_proj_with_mqa", 1, rank + rope, Piece(0, rank)),
-            K_ROPE: (f"{prefix}self_attn.kv_a_proj_with_mqa", 1, rank + rope, Piece(rank, rope, pairs=interleaved)),
+            K_ROPE: (f"{prefix}self_attn.kv_a_proj_with_mqa", 1, rank + rope, Piece(rank, rope, pairs=True)),
         }
         for name, (source, groups, stride, piece) in parts.items():
             biased = own.bias and name in (LATENT, K_ROPE)

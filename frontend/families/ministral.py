@@ -5,7 +5,8 @@ from __future__ import annotations
 from plait.frontend.config import DecoderConfig, read_layer_types
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.reading import SLIDING, layers, read_attentions, read_blocks, read_mlp, read_model, rms
+from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model, rms
+from plait.frontend.rope import SLIDING
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from plait.frontend.config import DecoderConfig, read_layer_types
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model, rms
+from plait.frontend.families.reading import (
+    layers,
+    read_attentions,
+    read_blocks,
+    read_mlp,
+    read_model,
+    rms,
+)
+from plait.frontend.rope import FULL, SLIDING
 
 
 def read_window(reader: ConfigReader, blocks: int, name: str) -> int | None:
@@ -19,7 +27,7 @@ def read_window(reader: ConfigReader, blocks: int, name: str) -> int | None:
         )
     window = reader.optional_positive("sliding_window")
     kinds = read_layer_types(reader, blocks)
-    expected = "full_attention" if window is None else "sliding_attention"
+    expected = FULL if window is None else SLIDING
     if kinds is not None and set(kinds) != {expected}:
         # transformers applies the window to every block here and ignores layer_types, with a warning.
         raise reader.error(

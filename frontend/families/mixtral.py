@@ -6,7 +6,7 @@ from plait.frontend.config import DecoderConfig, Experts, Layer, Names, read_act
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.mistral import read_window
-from plait.frontend.families.reading import expert_views, read_attentions, read_blocks, read_model, rms
+from plait.frontend.families.reading import expert_views, read_attentions, read_blocks, read_experts, read_model, rms
 from plait.frontend.views import View
 
 NAMES = Names(router="block_sparse_moe.gate", experts="block_sparse_moe.experts.")
@@ -17,7 +17,7 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     blocks = read_blocks(reader)
     window = read_window(reader, blocks, "Mixtral")
     experts = Experts(
-        count=reader.positive("num_local_experts"),
+        count=read_experts(reader, "num_local_experts"),
         per_token=reader.positive("num_experts_per_tok"),
         intermediate_size=reader.positive("intermediate_size"),
         activation=read_activation(reader),

@@ -6,6 +6,7 @@ from plait.frontend.config import DecoderConfig, read_layer_types
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model, rms
+from plait.frontend.rope import SLIDING
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
@@ -13,19 +14,24 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_model(reader, "qwen2", layers(attentions, read_mlp(reader)), rms(reader))
 
 
+def switched_window(reader: ConfigReader) -> int | None:
+    """The window, where it is switched on. Files keep the key where it is off; it means nothing then."""
+    if not reader.flag("use_sliding_window"):
+        reader.raw("sliding_window")
+        return None
+    reader.need(("sliding_window",))
+    return reader.optional_positive("sliding_window")
+
+
 def read_windows(reader: ConfigReader, blocks: int) -> tuple[int | None, ...]:
     """The window of each block."""
-    switched_on = reader.flag("use_sliding_window")
-    if switched_on:
-        reader.need(("sliding_window",))
-    # Files keep both keys when the switch is off; they mean nothing then.
-    window = reader.optional_positive("sliding_window") if switched_on else reader.raw("sliding_window") and None
+    window = switched_window(reader)
     kinds = read_layer_types(reader, blocks)
     if kinds is not None:
         reader.raw("max_window_layers")
-        if window is None and "sliding_attention" in kinds:
+        if window is None and SLIDING in kinds:
             raise reader.error("config-conflict", "'layer_types' ask for a window, and none is given or switched on")
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        return tuple(window if kind == SLIDING else None for kind in kinds)
     if window is None:
         reader.raw("max_window_layers")
         return (None,) * blocks

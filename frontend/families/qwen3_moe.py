@@ -6,16 +6,23 @@ from plait.errors import UnsupportedError
 from plait.frontend.config import DecoderConfig, Experts, Layer, QKNorm, read_activation
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.reading import expert_views, read_attentions, read_blocks, read_mlp, read_model, rms
-from plait.frontend.views import View
+from plait.frontend.families.qwen2 import switched_window
+from plait.frontend.families.reading import (
+    expert_views,
+    read_attentions,
+    read_blocks,
+    read_experts,
+    read_mlp,
+    read_model,
+    rms,
+)
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     bias, norm, blocks = reader.flag("attention_bias"), rms(reader), read_blocks(reader)
     attentions = read_attentions(reader, (_window(reader),) * blocks, bias=bias, output_bias=bias, qk_norm=QKNorm(norm))
     experts = Experts(
-        # transformers 5 writes the second name.
-        count=reader.optional_positive("num_experts") or reader.positive("num_local_experts"),
+        count=read_experts(reader, "num_experts", "num_local_experts"),  # transformers 5 writes the second name
         per_token=reader.positive("num_experts_per_tok"),
         intermediate_size=reader.positive("moe_intermediate_size"),
         activation=read_activation(reader),
@@ -28,17 +35,14 @@ def _read(reader: ConfigReader) -> DecoderConfig:
 
 def _window(reader: ConfigReader) -> int | None:
     """The window of all blocks, where it is switched on."""
-    if not reader.flag("use_sliding_window"):
-        reader.raw("max_window_layers")
-        return reader.raw("sliding_window") and None
-    reader.need(("sliding_window",))
-    if reader.has("max_window_layers"):
+    window = switched_window(reader)
+    if reader.has("max_window_layers") and window is not None:
         raise UnsupportedError(
             "config-value",
             f"{reader.source}: a window in some blocks of a Qwen3-MoE is not implemented ('max_window_layers')",
             why="transformers gives it to all blocks, others do not",
         )
-    return reader.optional_positive("sliding_window")
+    return window
 
 
 def _dense(reader: ConfigReader, blocks: int) -> set[int]:
@@ -49,8 +53,4 @@ def _dense(reader: ConfigReader, blocks: int) -> set[int]:
     return {*listed, *(index for index in range(blocks) if (index + 1) % step)}
 
 
-def _views(config: DecoderConfig) -> dict[str, View]:
-    return expert_views(config)
-
-
-FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _read, views=_views, needed=("num_key_value_heads",))
+FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _read, views=expert_views, needed=("num_key_value_heads",))

@@ -23,15 +23,17 @@ from plait.frontend.config import (
     read_rotary_dim,
 )
 from plait.frontend.config_reader import ConfigReader
-from plait.frontend.rope import RopeByContext, RopeFacts, partial_factor, read_ropes
+from plait.frontend.files import MAX_DIM
+from plait.frontend.rope import FULL, SLIDING, RopeByContext, RopeFacts, partial_factor, read_ropes
 from plait.frontend.views import View
 
 MAX_BLOCKS = 512
 """Far beyond any model (the deepest have 126): a damaged config must not build ops for minutes."""
 
-_OWN = {part: part for part in STACKS}
+MAX_EXPERTS = 4096
+"""Far beyond any model (the largest have 512): each of them is a tensor that is looked for by name."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+_OWN = {part: part for part in STACKS}
 
 
 def read_blocks(reader: ConfigReader, key: str = "num_hidden_layers") -> int:
@@ -40,6 +42,15 @@ def read_blocks(reader: ConfigReader, key: str = "num_hidden_layers") -> int:
     if blocks > MAX_BLOCKS:
         raise reader.error("config-value", f"{key!r} is {blocks}, more than {MAX_BLOCKS}")
     return blocks
+
+
+def read_experts(reader: ConfigReader, *keys: str) -> int:
+    """The number of experts, in any of these spellings."""
+    key = reader.spelling(*keys)
+    experts = reader.positive(key)
+    if experts > MAX_EXPERTS:
+        raise reader.error("config-value", f"{key!r} is {experts}, more than {MAX_EXPERTS}")
+    return experts
 
 
 def read_attentions(
@@ -76,7 +87,7 @@ def read_attentions(
         )
     rotary = read_rotary_dim(reader, head_dim, share)
     kinds = tuple(FULL if window is None else SLIDING for window in windows)
-    facts = RopeFacts(rotary or head_dim, reader.positive("max_position_embeddings"), original_positions)
+    facts = RopeFacts(rotary or head_dim, reader.positive("max_position_embeddings"), original_positions, share)
     ropes: tuple[AnyRope, ...] = read_ropes(
         reader,
         kinds,
@@ -141,7 +152,10 @@ def _max_positions(reader: ConfigReader, layers: Sequence[Layer]) -> int:
     """The longest sequence: dynamic scaling stretches what the config says by its factor."""
     ropes = [layer.attention.rope for layer in layers]
     stretches = [rope.factor for rope in ropes if isinstance(rope, RopeByContext) and rope.long is None]
-    return int(reader.positive("max_position_embeddings") * max(stretches, default=1.0))
+    longest = reader.positive("max_position_embeddings") * max(stretches, default=1.0)
+    if longest > MAX_DIM:
+        raise reader.error("config-rope", f"scaling stretches the context to {longest:.3g} tokens")
+    return int(longest)
 
 
 def rms(reader: ConfigReader, *, offset: float | None = None) -> Norm:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import CheckpointError, UnsupportedError
-from plait.frontend.families.reading import FULL, MAX_BLOCKS, SLIDING
+from plait.frontend.families.reading import MAX_BLOCKS
 from plait.frontend.files import some
 from plait.frontend.gguf import rope
 from plait.frontend.gguf.architectures import Architecture
 from plait.frontend.gguf.ends import end_tokens
+from plait.frontend.rope import FULL, SLIDING
 from plait.spec import WeightRef
 
 CHECKED = {

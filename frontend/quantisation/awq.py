@@ -51,10 +51,10 @@ class Awq(Quantisation):
 
 def read(reader: ConfigReader) -> Awq:
     """The keys of `quant_method` awq."""
-    said = {key: reader.optional(key, str) for key in ("version", "format")}
-    version = (said["version"] or said["format"] or "gemm").lower()
-    if version != "gemm":
-        raise refuse(reader, "version", version, ("gemm",))
+    for key in ("version", "format"):
+        layout = reader.optional(key, str) or "gemm"
+        if layout.lower() != "gemm":
+            raise refuse(reader, key, layout, ("gemm",))
     if reader.optional("zero_point", bool) is False:
         raise refuse(reader, "zero_point", False, (True,))
     return Awq(skipped=names(reader, "modules_to_not_convert"), block=group_of(reader))

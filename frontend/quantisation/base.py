@@ -197,7 +197,7 @@ def names(reader: ConfigReader, key: str) -> tuple[str, ...]:
         if name.startswith("re:"):
             try:
                 re.compile(name[3:])
-            except re.error as err:
+            except (re.error, RecursionError, OverflowError) as err:
                 raise reader.error("config-value", f"{key!r} holds {name!r:.100}", why=str(err)) from err
     return tuple(value)
 

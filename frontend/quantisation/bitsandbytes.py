@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.files import parse_json
-from plait.frontend.quantisation.base import Parts, Quantisation, names, refuse
+from plait.frontend.quantisation.base import Parts, Quantisation, block_of, names, refuse
 from plait.ir.numbers import BOOKS
 from plait.ir.types import QuantType
 from plait.spec import WeightRef
@@ -73,11 +72,7 @@ def _nested(parts: Parts, state: dict[str, Any], count: int) -> WeightRef:
     parts.check(codes, [(count,)], ("u8",), "the tensor of scales' codes")
     parts.check(book, [(256,)], ("float32",), "the table of scales' codes")
     parts.check(outer, [(-(-count // size),)], ("float32",), "the scale of scales")
-    return replace(codes, scale=outer, block=(1, size), book=book, shift=float(state["nested_offset"]))
-
-
-_WHOLE = {"quant_type": str, "blocksize": int, "shape": list}
-_NESTED = {"nested_blocksize": int, "nested_offset": float, "nested_dtype": str}
+    return replace(codes, scale=outer, block=(1, size), book=book, shift=state["nested_offset"])
 
 
 def _state(parts: Parts) -> dict[str, Any]:
@@ -86,20 +81,16 @@ def _state(parts: Parts) -> dict[str, Any]:
     if ref.encoding != "u8" or len(ref.shape) != 1:
         raise parts.conflict(ref, f"is {ref.encoding} of {list(ref.shape)}", "a state is a text in bytes")
     source = f"{ref.name!r} in {ref.file}"
-    state = parse_json(parts.read(ref).tobytes(), source)
-    wanted = _WHOLE | (_NESTED if "nested_offset" in state else {})
-    for key, kind in wanted.items():
-        if not isinstance(state.get(key), (int, float) if kind is float else kind):
-            raise CheckpointError("config-type", f"{source}: {key!r} is {state.get(key)!r:.100}")
-    if unknown := state.keys() - {*wanted, "dtype"}:
-        raise UnsupportedError("config-key-unknown", f"{source} has keys that plait does not understand: {unknown}")
-    shape, sizes = state["shape"], [state["blocksize"], state.get("nested_blocksize", 1)]
-    if len(shape) != 2 or not all(type(size) is int and size > 0 for size in (*shape, *sizes)):
-        raise CheckpointError("config-value", f"{source}: the shape is {shape} and blocks are {sizes}")
-    if state["quant_type"] != "nf4" or state.get("nested_dtype", "float32") != "float32":
-        raise UnsupportedError(
-            "config-value", f"{source}: {state['quant_type']!r:.100} is not implemented", why="nf4 is"
-        )
+    fixed = {"quant_type": ("nf4",), "nested_dtype": ("float32",)}
+    reader = ConfigReader(parse_json(parts.read(ref).tobytes(), source), source, no_effect=("dtype",), fixed=fixed)
+    reader.need(("quant_type",))
+    shape = block_of(reader, "shape", reader.raw("shape"))
+    state: dict[str, Any] = {"blocksize": reader.positive("blocksize"), "shape": shape}
+    if reader.has("nested_offset"):
+        state["nested_offset"] = reader.get("nested_offset", float)
+        state["nested_blocksize"] = reader.positive("nested_blocksize")
+        reader.need(("nested_dtype",))
+    reader.finish()
     return state
 
 

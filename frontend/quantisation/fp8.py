@@ -28,15 +28,13 @@ class Fp8(Quantisation):
     """Attributes:
     block: rows and columns of a matrix that share a scale; 0 means all of them.
     fmt: a key of FLAVOURS.
-    scales: what follows a module's name in the name of its scale: the first that is there.
     """
 
     METHOD: ClassVar[str] = "fp8"
     STORED: ClassVar[tuple[Encoding, ...]] = FLAVOURS[None]
 
     block: Block = (0, 0)
-    fmt: str | None = "e4m3"
-    scales: tuple[str, ...] = (".weight_scale_inv", ".weight_scale")
+    fmt: str | None = None
 
     def kind(self) -> QuantType:
         return QuantType.get(FLAVOURS[self.fmt][0], "float32", self.block)
@@ -47,7 +45,7 @@ class Fp8(Quantisation):
             raise parts.refuse(f"{self.METHOD} weights are {' or '.join(FLAVOURS[self.fmt])} here, the config says")
         kind, shape = self.kind(), parts.matrix()
         parts.fits(kind, shape)
-        scale = parts.need(*self.scales)
+        scale = parts.need(".weight_scale_inv", ".weight_scale")
         parts.scale(scale, kind, shape)
         return replace(codes, scale=scale, block=self.block)
 

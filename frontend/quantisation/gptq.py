@@ -67,10 +67,8 @@ class Gptq(Quantisation):
 
     def _order(self, parts: Parts, groups: int, inner: int) -> WeightRef | None:
         """The tensor that says the group of each column, where it says anything else than neighbours."""
-        order = parts.find(".g_idx")
+        order = parts.need(".g_idx") if self.ordered else parts.find(".g_idx")
         if order is None:
-            if self.ordered:
-                order = parts.need(".g_idx")
             return None
         parts.check(order, [(inner,)], ("i32",), "the group of each column")
         said = parts.read(order)
@@ -88,8 +86,7 @@ def read(reader: ConfigReader) -> Gptq:
     bits = reader.get("bits", int)
     if bits not in CODES:
         raise refuse(reader, "bits", bits, tuple(CODES))
-    said = {key: reader.optional(key, str) for key in ("checkpoint_format", "format")}
-    version = said["checkpoint_format"] or said["format"] or "gptq"
+    version = reader.optional(reader.spelling("checkpoint_format", "format"), str) or "gptq"
     if version not in SHIFTS:
         raise refuse(reader, "checkpoint_format", version, tuple(SHIFTS))
     block, ordered = group_of(reader), reader.flag("desc_act")

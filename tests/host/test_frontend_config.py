@@ -280,3 +280,52 @@ def test_heads_may_have_another_size_in_every_block() -> None:
     assert tuple(item.head_dim for item in kv_layouts(module, 16)) == sizes
     parts = slice_modules(module, [(0, 1), (1, 3)])
     assert [tuple(item.head_dim for item in kv_layouts(part, 16)) for part in parts] == [(16,), (32, 8)]
+
+
+def _rope(**parameters: Any) -> dict[str, Any]:
+    return {"rope_theta": ..., "rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "word"),
+    [
+        (PHI3, {"original_max_position_embeddings": 1, **_rope(**LONGROPE)}, "1 token"),
+        (PHI3, _rope(**LONGROPE | {"short_factor": [10**400] * 8}), "short_factor"),
+        (LLAMA, _rope(rope_type="dynamic", factor=1e308), "stretches"),
+        (LLAMA, _rope(rope_type="yarn", factor=4.0, beta_fast=1e308), "beta_fast"),
+        (LLAMA, _rope(rope_type="yarn", factor=4.0, rope_theta=1.0), "theta 1"),
+        (LLAMA, _rope(rope_type="default", partial_rotary_factor=1e999), "partial_rotary_factor"),
+        (LLAMA, _rope(rope_type="default", partial_rotary_factor=10**400), "partial_rotary_factor"),
+        (LLAMA, {"dtype": "float16"}, "dtype"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_named_errors(base: dict[str, Any], changes: dict[str, Any], word: str) -> None:
+    assert word in str(refused(base, **changes))
+
+
+def test_a_share_of_the_head_by_layer_type_is_refused() -> None:
+    kinds = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+    assert refused(LLAMA, rope_theta=..., rope_parameters=kinds).code == "config-conflict"
+
+
+@pytest.mark.parametrize("window", [0, False, None, 8])
+def test_a_window_that_is_switched_off_means_nothing(window: Any) -> None:
+    changes = {"use_sliding_window": False, "sliding_window": window, "max_window_layers": 1}
+    assert windows(QWEN2, **changes) == (None,) * 4
+
+
+def test_the_growth_of_scores_by_layer_type() -> None:
+    base = LLAMA | {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "head_dim": ..., "rope_theta": ...,
+        "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    scales = {read(base, rope_parameters=given).layers[0].attention.scale for given in (yarn, {"full_attention": yarn})}
+    assert len(scales) == 1 and scales.pop() > 16**-0.5
+    assert "more than 4096" in refused(base, rope_parameters=yarn, n_routed_experts=10**9).what
