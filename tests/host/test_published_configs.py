@@ -93,10 +93,6 @@ KNOWN = {
 #: Older than the key. plait has no default: whoever knows the model adds it.
 WITHOUT_THETA = ("Llama-2-7b-hf", "falcon-7b", "falcon-40b")
 
-#: Which transformers builds in a plain run, one of each way to count; the rest are slow.
-FIRST = ("Llama-3.2-1B", "gemma-3-1b-it", "Qwen3-30B-A3B", "DeepSeek-V2-Lite", "gpt2", "c4ai-command-r-plus")
-SECOND_WITNESS = [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in KNOWN]
-
 
 def published(name: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
@@ -161,7 +157,7 @@ def test_active_parameters(name: str) -> None:
     assert 0.96 * active * 1e9 < flops / 2 + table and flops / 2 < 1.04 * active * 1e9
 
 
-@pytest.mark.parametrize("name", SECOND_WITNESS)
+@pytest.mark.parametrize("name", KNOWN)
 def test_transformers_builds_as_many_parameters(name: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
