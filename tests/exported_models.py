@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -91,7 +90,7 @@ class Block(nn.Module):
         y = self.attend(q * 0.5, k, v).transpose(1, 2).flatten(2)
         x = x + self.scale * self.out(y)
         gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
-        return x + self.down(F.gelu(gate, approximate="tanh") * up)
+        return x + self.down(nn.functional.gelu(gate, approximate="tanh") * up)
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         part = 2 * cos.shape[-1]
@@ -100,7 +99,7 @@ class Block(nn.Module):
         return torch.cat((turned, x[..., part:]), dim=-1) if part < self.dim else turned
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class Masked(Block):
