@@ -128,7 +128,7 @@ def test_a_program_from_python_and_the_command_line(tmp_path: Path) -> None:
         check(pipe, ids, want)
     path = saved(program, tmp_path)
     (told,) = (value for value in json.loads(command("inspect", path, "--json").stdout).values() if "config" in value)
-    assert told["family"] == "exported" and told["config"]["ropes"] == "default, theta 500"
+    assert told["family"] == "exported" and told["config"]["ropes"] == ["default, theta 500"]
     assert told["max_positions"] == 16 and told["unused"] == {}
 
 
@@ -260,7 +260,7 @@ def reason(path: Path) -> str:
         (lambda: Written(Tiled, rotary=16), "each for its neighbours of the heads"),
         (lambda: Written(Crossed, rotary=16), "aten.slice"),
         (lambda: Written(Quick, rotary=16), "aten.mul"),
-        (lambda: Late(rotary=16), "cos and sin"),
+        (lambda: Late(rotary=16), "the table is not that of a rope"),
     ],
     ids=["ahead", "alibi", "tiled", "neighbours", "scale", "late"],
 )  # fmt: skip
