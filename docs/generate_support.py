@@ -243,7 +243,7 @@ def _graphs() -> Iterator[str]:
     yield "## ONNX and exported programs"
     named = sorted(f"{domain}.{kind}" if domain else kind for domain, kind in HANDLERS)
     yield f"ONNX nodes that are raised ([how](onnx.md)): {_listed(named)}."
-    yield "Programs of torch.export, and `.pt2` files: [what becomes of them](torch_mlir.md)."
+    yield "Programs of torch.export, and `.pt2` files: [what becomes of them](exported.md)."
 
 
 def _refused() -> Iterator[str]:
