@@ -105,7 +105,7 @@ def _last(raiser: Raiser, node: Node) -> Symbol | None:
         return None
     if op(node) == "slice" and raiser.graph.shape(node) == whole:
         return found
-    start = operands(node)[2] if len(operands(node)) > 2 else None
+    start: Any = operands(node)[2] if len(operands(node)) > 2 else None
     start = raiser.graph.number(start.meta["val"]) if hasattr(start, "meta") else start
     one = op(node) == "select" or raiser.graph.shape(node)[dim] == 1
     if start not in (-1, whole[dim] - 1) or not one:
