@@ -1,8 +1,8 @@
 """Plans: slices placed on devices, the numbers predicted for them and the causes.
 
 `plan.yaml` is meant to be read and edited. What a hand-written plan decides is `dtype`, `page_tokens`, the workload
-and, for each slice, `devices`, `blocks`, `quantize` and `group_size`; everything marked predicted below is computed again
-when it is read.
+and, for each slice, `devices`, `blocks`, `quantize` and `group_size`; everything marked predicted below is computed
+again when it is read.
 """
 
 from __future__ import annotations
