@@ -36,7 +36,6 @@ RMS_NORM = (
 LAYER_NORM = (
     "layer_norm(x, w, b, eps)",
     "layer_norm(x, w, eps)",
-    "w * ((x - mean(x)) * rsqrt(mean((x - mean(x)) ** 2) + eps))",
 )
 SILU = ("silu(x)", "x * sigmoid(x)", "x / (1 + exp(-x))")
 GELU = (

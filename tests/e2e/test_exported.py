@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "llama3": (lambda: Plain(family("llama", rope_parameters=LLAMA3)), 3),
     "olmo2": (lambda: Plain(family("olmo2")), 3),
     "gpt_neox": (lambda: Plain(family("gpt_neox")), 3),
-    "cohere": (lambda: Plain(family("cohere")), 3),
+    "stablelm": (lambda: Plain(family("stablelm")), 3),
     "granite": (lambda: Plain(family("granite")), 3),
     "written": (Written, 2),
     "written-masked": (lambda: Written(Masked, rotary=16), 2),
