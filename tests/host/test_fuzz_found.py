@@ -16,7 +16,6 @@ from plait.frontend.files import parse_json
 from plait.frontend.lower import lower
 from plait.frontend.tokenizer import Tokenizer
 from tests.checkpoints import save_tokenizer
-from tests.families import VOCABULARY
 from tests.fuzz.kinds import _pieces
 from tests.host.command_line import LLAMA
 from tests.quantised_checkpoints import FORMATS
@@ -42,7 +41,7 @@ def test_a_template_names_a_special_token_that_is_not_there(tmp_path: Path, valu
 
 def test_a_decoder_strips_more_than_there_is() -> None:
     data = json.loads(_pieces())
-    assert Tokenizer(json.dumps(data)).decode([259, 262]) == "eh" or VOCABULARY
+    assert Tokenizer(json.dumps(data)).decode([262, 259]) == "he", "whole, it works"
     data["decoder"]["decoders"][3]["stop"] = 196
     with pytest.raises(CheckpointError, match="not a tokenizer that works"):
         Tokenizer(json.dumps(data)).decode([])
