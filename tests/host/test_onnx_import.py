@@ -219,7 +219,7 @@ def test_what_a_checkpoint_says(tmp_path: Path) -> None:
     }
     told = command("inspect", path, "--json")
     facts = json.loads(told.stdout)["checkpoint"]
-    assert facts["config"]["ropes"] == "default, theta 10000" and facts["config"]["vocab_size"] == VOCABULARY
+    assert facts["config"]["ropes"] == ["default, theta 10000"] and facts["config"]["vocab_size"] == VOCABULARY
 
 
 def test_an_artifact_knows_its_files(tmp_path: Path) -> None:
