@@ -145,6 +145,13 @@ class ConfigReader:
             raise self.error("config-conflict", " and ".join(f"{key} is {self._data[key]!r:.50}" for key in there))
         return there[0] if there else keys[0]
 
+    def count(self, key: str) -> int:
+        """A number of things, perhaps 0; 0 where the key is absent or null."""
+        value = self.optional(key, int) or 0
+        if value < 0:
+            raise self.error("config-value", f"{key!r} is {value}, expected 0 or more")
+        return value
+
     def flag(self, key: str) -> bool:
         """A switch that is off where absent: every family's own default."""
         return bool(self.optional(key, bool))

@@ -60,14 +60,14 @@ def _growth(reader: ConfigReader) -> float:
 
 def read_layers(reader: ConfigReader, experts: Experts) -> list[Layer]:
     """Blocks: the first ones with an MLP, then experts."""
-    blocks, dense = read_blocks(reader), reader.optional("first_k_dense_replace", int) or 0
+    blocks, dense = read_blocks(reader), reader.count("first_k_dense_replace")
     attention, mlp = read_latent(reader), read_mlp(reader, bias=reader.flag("mlp_bias"))
     return [Layer(attention, mlp if index < dense else experts) for index in range(blocks)]
 
 
 def read_shared(reader: ConfigReader) -> Mlp | None:
     """The shared experts, as one MLP."""
-    count, inner = reader.optional("n_shared_experts", int) or 0, reader.positive("moe_intermediate_size")
+    count, inner = reader.count("n_shared_experts"), reader.positive("moe_intermediate_size")
     return Mlp(count * inner, read_activation(reader)) if count > 0 else None
 
 

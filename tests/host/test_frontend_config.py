@@ -329,3 +329,11 @@ def test_the_growth_of_scores_by_layer_type() -> None:
     scales = {read(base, rope_parameters=given).layers[0].attention.scale for given in (yarn, {"full_attention": yarn})}
     assert len(scales) == 1 and scales.pop() > 16**-0.5
     assert "more than 4096" in refused(base, rope_parameters=yarn, n_routed_experts=10**9).what
+
+
+@pytest.mark.parametrize("key", ["n_shared_experts", "first_k_dense_replace"])
+def test_fewer_than_none_is_refused(key: str) -> None:
+    from tests.families import config_of
+
+    config = config_of("deepseek_v3", {}).to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    assert key in refused(config, **{key: -1}).what
