@@ -156,16 +156,22 @@ def _largest(most: int, make: Callable[[int], Problem]) -> int:
 
 def _how_many_more(problem: Problem, kind: Device) -> int | None:
     """How many more devices like `kind`, on a host each, make it fit."""
-    for more in _MORE:
-        if len(problem.devices) + more > 64:
+    few = 0
+    for many in _MORE:
+        if len(problem.devices) + many > 64:
             return None
-        extra = tuple(replace(kind, id=f"more.{i}", host=f"more{i}") for i in range(more))
-        cluster = replace(problem.cluster, devices=(*problem.cluster.devices, *extra))
-        allowed = None if problem.allowed is None else (*problem.allowed, *(d.id for d in extra))
-        held = {**problem.held, **{d.id: problem.profile_on(kind) for d in extra}}
-        if fits(replace(problem, cluster=cluster, allowed=allowed, held=held)):
-            return more
+        if fits(_with_more(problem, kind, many)):
+            return next(more for more in range(few + 1, many + 1) if fits(_with_more(problem, kind, more)))
+        few = many
     return None
+
+
+def _with_more(problem: Problem, kind: Device, more: int) -> Problem:
+    extra = tuple(replace(kind, id=f"more.{i}", host=f"more{i}") for i in range(more))
+    cluster = replace(problem.cluster, devices=(*problem.cluster.devices, *extra))
+    allowed = None if problem.allowed is None else (*problem.allowed, *(d.id for d in extra))
+    held = {**problem.held, **{d.id: problem.profile_on(kind) for d in extra}}
+    return replace(problem, cluster=cluster, allowed=allowed, held=held)
 
 
 def _space(found: Tables) -> Space:

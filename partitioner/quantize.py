@@ -22,7 +22,7 @@ def choices(cluster: Cluster, asked: str | Mapping[str, str] | None, group_size:
     Raises:
         UsageError: `quantize-kind`, `quantize-device`, `group-size`.
     """
-    if not asked:
+    if asked is None or asked == {}:
         if group_size is not None:
             raise UsageError("group-size", "a group size was given, and nothing is quantised", hint="--quantize int4")
         return {}

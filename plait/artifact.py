@@ -55,7 +55,7 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        raise UserError("output-unwritable", f"cannot write {target}", why=str(err)) from err
+        raise UserError("output-unwritable", f"cannot write {target}", why=err.strerror or str(err)) from err
 
 
 @contextlib.contextmanager

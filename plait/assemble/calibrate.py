@@ -103,7 +103,7 @@ def _batches(checkpoint: Checkpoint, text: Path) -> list[Batch]:
     """One sequence each: a text of any length stays small in memory."""
     tokenizer = Tokenizer.open(checkpoint.tokenizer, bos_token_id=checkpoint.bos_token_id)
     ids = tokenizer.encode(read_text(text))[:MOST_TOKENS]
-    if not ids:
+    if ids == tokenizer.encode(""):  # the tokens that begin any text, at most
         raise CheckpointError("calibrate-empty", f"{text} holds no tokens", hint="give a text of some thousand words")
     length = min(SEQUENCE_TOKENS, checkpoint.max_positions)
     return [_batch(ids[start : start + length]) for start in range(0, len(ids), length)]

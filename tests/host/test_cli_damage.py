@@ -293,7 +293,7 @@ def test_outputs_that_cannot_be_written(checkpoints: Path, tmp_path: Path) -> No
     command = [sys.executable, "-c", code, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
-    assert "[output-unwritable]" in done.stderr
+    assert "[output-unwritable]\n  why: File too large\n" in done.stderr
     assert listing(tmp_path) == {"file": b"mine"}
 
 

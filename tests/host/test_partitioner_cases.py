@@ -204,6 +204,17 @@ def test_hints_for_what_would_fit() -> None:
     assert caught.value.hint == "a context of 368 tokens per request; 2 requests at a time; kv_dtype fp8; 3 more a"
     with pytest.raises(FitError, match="dtype bfloat16"):
         solve(Problem(model, cluster(device("a", 3000)), ONE, max_step_tokens=1))
+
+
+@pytest.mark.parametrize("blocks", [2, 6, 10, 12])
+def test_the_hint_asks_for_no_more_devices_than_needed(blocks: int) -> None:
+    """Devices that hold one block each."""
+    work = Workload("w", 16, 16, 1)
+    with pytest.raises(FitError) as caught:
+        solve(
+            Problem(toy([1000] * blocks, kv_heads=1, head_dim=1), cluster(device("a", 1800)), work, max_step_tokens=1)
+        )
+    assert caught.value.hint.split("; ")[-1] == f"{blocks - 1} more a"
     with pytest.raises(FitError) as caught:
         solve(Problem(toy([10**9], kv_heads=1), cluster(device("a", 1000)), ONE))
     assert caught.value.hint == ""  # no number of such devices holds one block

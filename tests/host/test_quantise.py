@@ -342,6 +342,7 @@ def test_the_same_request_writes_the_same_bytes(source: Path, text: Path, tmp_pa
 
 REFUSED: list[tuple[dict[str, Any], type[UserError], str]] = [
     ({"quantize": "int5"}, UsageError, "int8"),
+    ({"quantize": ""}, UsageError, "int8"),
     ({"quantize": {"h200": "int8"}}, UsageError, "no device 'h200'"),
     ({"quantize": "int4", "group_size": 48}, UsageError, "48"),
     ({"group_size": 32}, UsageError, "nothing is quantised"),
@@ -370,6 +371,10 @@ def test_nothing_half_written_is_left(source: Path, text: Path, tmp_path: Path) 
         plait.compile_artifact(bad, "2xcpu", output=out, quantize="int8", calibrate=text)
     with pytest.raises(UsageError, match="nothing is quantised"):
         plait.compile_artifact(source, "cpu", output=out, calibrate=text)
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(CheckpointError, match="holds no tokens"):
+        plait.compile_artifact(source, "cpu", output=out, quantize="int8", calibrate=empty)
     with pytest.raises(CheckpointError, match="cannot read"):
         plait.compile_artifact(source, "cpu", output=out, quantize="int8", calibrate=tmp_path / "none.txt")
     assert not out.parent.exists()
