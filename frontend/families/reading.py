@@ -131,6 +131,8 @@ def read_model(
         tied: what an absent `tie_word_embeddings` means.
         more: fields of DecoderConfig.
     """
+    for mixture in dict.fromkeys(layer.mlp for layer in layers if isinstance(layer.mlp, Experts)):
+        _check_choice(reader, mixture)
     said = reader.optional("tie_word_embeddings", bool)
     bos = reader.token_ids("bos_token_id")
     return DecoderConfig(
@@ -146,6 +148,19 @@ def read_model(
         eos_token_ids=reader.token_ids("eos_token_id"),
         **more,
     )
+
+
+def _check_choice(reader: ConfigReader, own: Experts) -> None:
+    """That the experts of a token can be chosen: what the verifier of `plait.router` says, in the config's words."""
+    groups = own.groups or 1
+    kept = own.groups_per_token or groups
+    if own.count % groups:
+        raise reader.error("config-value", f"{own.count} experts do not divide among {groups} groups")
+    if kept > groups:
+        raise reader.error("config-value", f"a token keeps {kept} groups of experts, and there are {groups}")
+    if own.per_token > own.count // groups * kept:
+        held = f"{own.count} experts" if kept == groups else f"{kept} groups of {own.count // groups} experts"
+        raise reader.error("config-value", f"a token goes through {own.per_token} experts, and chooses among {held}")
 
 
 def _max_positions(reader: ConfigReader, layers: Sequence[Layer]) -> int:

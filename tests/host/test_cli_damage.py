@@ -176,16 +176,16 @@ DAMAGES: dict[str, Damage] = {
     "unknown key": Damage("whole", config(attn_logit_softcapping=30.0), "config-key-unknown", "attn_logit_softcapping"),
     "unknown rope": Damage(
         "whole",
-        config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}),
+        config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}),
         "rope-unsupported",
-        "'yarn'",
+        "'spiral'",
     ),
     "no theta": Damage("whole", config(rope_parameters={"rope_type": "default"}), "config-key-missing", "rope_theta"),
     "FP8 in the config": Damage(
         "whole", config(quantization_config={"quant_method": "fp8"}), "quantisation-conflict", "(fp8)"
     ),
     "a quantisation nobody knows": Damage(
-        "whole", config(quantization_config={"quant_method": "gptq"}), "config-value", "'gptq'"
+        "whole", config(quantization_config={"quant_method": "nobodys"}), "config-value", "'nobodys'"
     ),
     "unknown family": Damage("whole", config(model_type="bert"), "family-unsupported", "'bert'"),
     "unknown compute dtype": Damage("whole", config(dtype="float8_e4m3fn"), "dtype-unsupported", "float8_e4m3fn"),

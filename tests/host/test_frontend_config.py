@@ -13,7 +13,7 @@ from plait.frontend.families import read_config
 from plait.frontend.families.decoder import build_decoder
 from plait.ir import kv_layouts
 from plait.ir.passes.slice import slice_modules
-from tests.families import config_of
+from tests.families import FAMILIES, config_of
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -337,3 +337,24 @@ def test_fewer_than_none_is_refused(key: str) -> None:
 
     config = config_of("deepseek_v3", {}).to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
     assert key in refused(config, **{key: -1}).what
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mixtral", {"num_experts_per_tok": 5}, "5 experts, and chooses among 4 experts"),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "5 experts, and chooses among 4 experts"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 experts, and chooses among 8 experts"),
+        ("deepseek_v3", {"topk_group": 5}, "keeps 5 groups of experts, and there are 4"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts do not divide among 3 groups"),
+        ("deepseek_v3", {"n_routed_experts": 4}, "3 experts, and chooses among 2 groups of 1 experts"),
+        ("deepseek_v2", {"num_experts_per_tok": 5}, "5 experts, and chooses among 2 groups of 2 experts"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_named_in_the_words_of_the_config(
+    family: str, changes: dict[str, Any], words: str
+) -> None:
+    config = config_of(family, {}).to_dict() | {"architectures": [f"{FAMILIES[family].classes[1]}ForCausalLM"]}
+    error = refused(config, **changes)
+    assert error.code == "config-value" and words in error.what
+    read(config)
