@@ -24,6 +24,7 @@ from plait.frontend.quantisation import join_scales
 from plait.frontend.quantisation.modelopt import from_file
 from plait.frontend.views import apply as apply_views
 from plait.frontend.views import with_prefix
+from plait.ir.types import DTYPES
 from plait.spec import WeightRef
 
 
@@ -76,20 +77,22 @@ class Checkpoint:
         return template if isinstance(template, str) else None
 
 
-def open_checkpoint(path: Path | str, config: Path | str | None = None) -> Checkpoint:
+def open_checkpoint(path: Path | str, config: Path | str | None = None, dtype: str | None = None) -> Checkpoint:
     """Read everything about a checkpoint but its tensors' data.
 
     Args:
         path: a `.safetensors`, `.gguf`, `.pt2` or `.onnx` file, a `*.safetensors.index.json`, a directory that
             holds such, the cache folder of a model of the hub, or a config.json (to plan without weights).
         config: the config.json to use instead of the one beside the weights.
+        dtype: what to take where neither config nor weights say the dtype of the model.
 
     Raises:
         CheckpointError, UnsupportedError: naming the file and what is wrong with it.
     """
     found = find(Path(path).absolute())
     override = None if config is None else Path(config).absolute()
-    return _OPENERS[found.suffix](found, override)
+    opened = _OPENERS[found.suffix](found, override)
+    return opened if opened.dtype else replace(opened, dtype=dtype or _unsaid(found, opened.weights))
 
 
 def _open_safetensors(path: Path, override: Path | None) -> Checkpoint:
@@ -218,7 +221,7 @@ def _checkpoint(
         config=config,
         weights=weights,
         files={} if tensors is None else tensors.files,
-        dtype=config.dtype or _stored_dtype(path, weights),
+        dtype=config.dtype or _stored_dtype(weights),
         tokenizer=beside("tokenizer.json"),
         tokenizer_config=tokenizer_config,
         generation=generation,
@@ -263,16 +266,24 @@ def _named_token(value: Any, tokenizer: Path | None) -> tuple[int, ...]:
     return token_ids(ids, f"{tokenizer}: the id of {name!r}")
 
 
-def _stored_dtype(path: Path, weights: Mapping[str, WeightRef] | None) -> str:
-    """The one dtype that all matrices are stored in but the quantised ones, for configs that do not say."""
-    encodings = {ref.encoding for ref in (weights or {}).values() if len(ref.shape) > 1 and ref.scale is None}
-    if len(encodings) != 1:
-        raise CheckpointError(
-            "config-key-missing",
-            f"the config of {path} does not say its dtype",
-            why=f"the weights are stored as {', '.join(sorted(encodings))}"
-            if encodings
-            else "there are no weights to ask",
-            hint='add "dtype": "bfloat16", or what the model was made for',
-        )
-    return str(encodings.pop())
+def _stored_dtypes(weights: Mapping[str, WeightRef] | None) -> set[str]:
+    """What matrices are stored in that are not quantised."""
+    matrices = [ref for ref in (weights or {}).values() if len(ref.shape) > 1 and ref.scale is None]
+    return {ref.encoding for ref in matrices if ref.encoding in DTYPES}
+
+
+def _stored_dtype(weights: Mapping[str, WeightRef] | None) -> str:
+    """The one dtype that all matrices are stored in but the quantised ones, for configs that do not say; else empty."""
+    found = _stored_dtypes(weights)
+    return found.pop() if len(found) == 1 else ""
+
+
+def _unsaid(path: Path, weights: Mapping[str, WeightRef] | None) -> str:
+    """Raises CheckpointError: nobody says the dtype."""
+    stored = _stored_dtypes(weights)
+    raise CheckpointError(
+        "config-key-missing",
+        f"{path} does not say the dtype of the model",
+        why=f"its weights are stored as {', '.join(sorted(stored))}" if stored else "there are no weights to ask",
+        hint='--dtype bfloat16, or what the model was made for; or add "dtype" to its config',
+    )

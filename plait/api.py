@@ -275,7 +275,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
 
     progress("read", 0, 1)
     try:
-        checkpoint = open_checkpoint(asked.model, asked.config)
+        checkpoint = open_checkpoint(asked.model, asked.config, asked.dtype)
     except CheckpointError as err:
         raise pulled(err, asked.model) from err.__cause__
     workload = asked.workload if asked.workload_asked else _within(asked.workload, checkpoint.max_positions)

@@ -212,7 +212,7 @@ def _whole(model: Path, dtype: str | None, config: Path | None) -> tuple[ModuleO
     from plait.pull import pulled
 
     try:
-        checkpoint = open_checkpoint(model, config)
+        checkpoint = open_checkpoint(model, config, dtype)
     except CheckpointError as err:
         raise pulled(err, model) from err.__cause__
     return lower(checkpoint, dtype, read=False), checkpoint

@@ -255,3 +255,14 @@ print(sorted({{"torch", "jax", "transformers", "triton"}} & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_dtype_that_nobody_says_can_be_given(tmp_path: Path) -> None:
+    """GPT-OSS's config says none, and without weights there is none to ask."""
+    folder = edit_config(save(tmp_path / "m"), dtype=..., torch_dtype=...)
+    assert open_checkpoint(folder).dtype == "float32"
+    (folder / "model.safetensors").unlink()
+    error = refused(folder / "config.json", CheckpointError)
+    assert error.code == "config-key-missing"
+    assert "--dtype" in error.hint
+    assert open_checkpoint(folder / "config.json", dtype="bfloat16").dtype == "bfloat16"
