@@ -132,6 +132,7 @@ def test_a_program_from_python_and_the_command_line(tmp_path: Path) -> None:
     assert told["max_positions"] == 16 and told["unused"] == {}
 
 
+@pytest.mark.slow
 def test_what_was_read_back(tmp_path: Path) -> None:
     config, tensors = read_program(saved(export(Plain(family("phi3", "eager"))), tmp_path))
     assert isinstance(config, RaisedConfig) and (config.blocks, config.max_positions) == (3, LONGEST)

