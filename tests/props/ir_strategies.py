@@ -26,18 +26,20 @@ POSITIVE = st.floats(min_value=0.0, exclude_min=True, allow_infinity=False, allo
 def ropes(draw: st.DrawFn, pairs: int) -> Rope:
     kind = draw(st.sampled_from(list(ROPE_PARAMETERS)))
     low, high = sorted(draw(st.lists(POSITIVE, min_size=2, max_size=2, unique=True)))
+    slow, fast = sorted(draw(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=2)))
     given = {
         "low_freq_factor": low,
         "high_freq_factor": high,
-        "beta_slow": low,
-        "beta_fast": high,
+        "beta_slow": slow,
+        "beta_fast": fast,
         "original_positions": draw(st.integers(1, 1 << 20)),
         "truncate": draw(st.integers(0, 1)),
         "factors": tuple(draw(st.lists(POSITIVE, min_size=pairs, max_size=pairs))),
         "factor": draw(POSITIVE),
         "attention_factor": draw(POSITIVE),
     }
-    return Rope(draw(POSITIVE), kind, **{name: given[name] for name in ROPE_PARAMETERS[kind]})
+    theta = draw(POSITIVE.filter(lambda value: value != 1))  # with 1 all pairs of YaRN turn alike
+    return Rope(theta, kind, **{name: given[name] for name in ROPE_PARAMETERS[kind]})
 
 
 class Made:

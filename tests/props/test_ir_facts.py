@@ -15,7 +15,23 @@ from xdsl.ir import SSAValue
 
 from plait.ir import Builder, Cost, Rope, Step, ops
 from plait.ir.facts import visible_pairs
-from plait.ir.ops import OPS, AttentionOp, EmbedOp, LogitsOp, OpaqueOp, PlaitOp, WeightOp
+from plait.ir.ops import (
+    OPS,
+    AttentionOp,
+    EmbedOp,
+    EmbedPositionsOp,
+    ExpertsOp,
+    GeluOp,
+    HeadLinearOp,
+    LatentAttentionOp,
+    LayerNormOp,
+    LogitsOp,
+    OpaqueOp,
+    PlaitOp,
+    RouterOp,
+    ScaleOp,
+    WeightOp,
+)
 from plait.ir.passes import SLICE_PIPELINE, run_passes
 from plait.ir.types import dtype_name
 from tests.ir_models import Shape, build
@@ -244,10 +260,63 @@ def test_fusing_adds_no_flops_and_saves_bytes(shape: Shape, step: Step) -> None:
     assert after.activation_bytes < before.activation_bytes
 
 
+def _product(rows: int, columns: int, inner: int) -> int:
+    x, w = tallies(rows, inner), tallies(columns, inner)
+    return counted(lambda: [dot(row, column) for row in x for column in w])
+
+
+def test_costs_of_the_families_ops() -> None:
+    """Products counted one by one; what is moved, and of experts what is read of them."""
+    lone = only(lambda b: b.scale(b.embed("t", 9, H), 2.0), "scale").cost(STEP)
+    assert (lone.flops, lone.activation_bytes) == (T * H, 2 * T * H * 4)
+    positions = only(lambda b: b.embed_positions("p", 9, H), "embed_positions").cost(STEP)
+    assert (positions.flops, positions.weight_bytes, positions.activation_bytes) == (0, T * H * 4, T * H * 4)
+    pair = only(lambda b: b.gelu_mul(v := b.embed("t", 9, H), v), "gelu_mul")
+    alone = only(lambda b: b.gelu(b.embed("t", 9, H)), "gelu")
+    assert pair.cost(STEP).flops - alone.cost(STEP).flops == T * H
+    normed = only(lambda b: b.layer_norm(b.embed("t", 9, H), "w", "b", 1e-5), "layer_norm").cost(STEP)
+    assert (normed.weight_bytes, normed.activation_bytes) == (2 * H * 4, 2 * T * H * 4)
+    heads = only(lambda b: b.head_linear(b.embed("t", 9, 2 * H), "w", (2, N, H)), "head_linear").cost(STEP)
+    assert heads.flops == 2 * _product(T, N, H)
+    assert (heads.weight_bytes, heads.activation_bytes) == (2 * N * H * 4, T * 2 * (N + H) * 4)
+
+
+def test_costs_of_experts() -> None:
+    """Each token goes through its own experts; a step reads those that some token is expected to choose."""
+
+    def build_op(b: Builder) -> SSAValue:
+        x = b.embed("t", 9, H)
+        routing = b.router(x, "r", 4, experts_per_token=2)
+        return b.experts(x, routing, ("g", "u", "d"), N, experts_per_token=2)
+
+    router, experts = (only(build_op, name).cost(STEP) for name in ("router", "experts"))
+    assert router.flops == _product(T, 4, H) + 5 * T * 4
+    assert router.weight_bytes == 4 * H * 4
+    # Of each pair three products, five flops of the activation for a feature, and the weighted sum.
+    assert experts.flops == 3 * _product(2 * T, N, H) + 2 * T * (5 * N + 2 * H)
+    chosen = 4 * (1 - (1 - 2 / 4) ** T)
+    assert experts.weight_bytes == pytest.approx(3 * N * H * 4 * chosen)
+
+
+def test_costs_of_latent_attention() -> None:
+    def build_op(b: Builder) -> SSAValue:
+        widths = {"a": 2 * H, "b": 2 * N, "c": H, "d": N}
+        q, turned, row, key = (b.embed(name, 9, width) for name, width in widths.items())
+        return b.latent_attention(q, turned, row, key, heads=2, scale=0.5)
+
+    cost = only(build_op, "latent_attention").cost(STEP)
+    pairs = sum(int(mask(q, kv, None).sum()) for q, kv in zip(STEP.query_lens, STEP.kv_lens, strict=True))
+    # A score is a product of whole keys, its share of the result one of the latent part; five more for the softmax.
+    assert cost.flops == 2 * pairs * (2 * (H + N) + 2 * H + 5)
+    assert cost.kv_bytes == (sum(STEP.kv_lens) + T) * (H + N) * 4
+
+
 def test_every_op_is_counted_above() -> None:
     plain, fused, b = build(Shape(bias=True)), build(Shape(bias=True)), Builder("m", "float32")
     run_passes(fused, SLICE_PIPELINE)
     x = b.embed("t", 9, H)
     gelu = b.finish({"y": b.gelu_mul(x, x)})
-    # An opaque op brings its counts along.
-    assert {type(op) for module in (plain, fused, gelu) for op in ops(module)} == set(OPS) - {OpaqueOp}
+    # Counted by the three tests before this one; an opaque op brings its counts along.
+    others = {LayerNormOp, HeadLinearOp, LatentAttentionOp, GeluOp, RouterOp, ExpertsOp, ScaleOp, EmbedPositionsOp}
+    found = {type(op) for module in (plain, fused, gelu) for op in ops(module)}
+    assert found | others == set(OPS) - {OpaqueOp}
