@@ -90,11 +90,11 @@ class NullSlice:
 
     def export_pages(self, layer: int, pages: Int32) -> tuple[Array, Array]:
         layout = self.kv_layouts[layer]
-        shape = (len(pages), layout.page_tokens, layout.kv_heads, layout.head_dim)
-        return np.zeros(shape, NUMPY[layout.dtype]), np.zeros(shape, NUMPY[layout.dtype])
+        shape, dtype = (len(pages), layout.page_tokens, layout.kv_heads), NUMPY[layout.dtype]
+        return np.zeros((*shape, layout.head_dim), dtype), np.zeros((*shape, layout.v_head_dim), dtype)
 
     def import_pages(self, layer: int, pages: Int32, k: Array, v: Array) -> None:
-        assert k.shape == v.shape == self.export_pages(layer, pages)[0].shape
+        assert (k.shape, v.shape) == tuple(side.shape for side in self.export_pages(layer, pages))
 
     def stats(self) -> dict[str, int | float | str]:
         return {"steps": self._steps, "tokens": self._tokens, "weight_bytes": 0, "kv_bytes": 0}

@@ -106,7 +106,7 @@ def test_the_host_is_itself() -> None:
 def test_a_rope_kind_without_tables_is_refused(target: str) -> None:
     module = MODELS["gqa"]("float32")
     rope = next(op for op in ops(module) if isinstance(op, RopeOp))
-    rope.properties["kind"] = StringAttr("yarn")
+    rope.properties["kind"] = StringAttr("spiral")
     answer = load_backend(target.partition(":")[0]).supports(rope, target)
     assert not answer.ok
-    assert answer.why.startswith("kind = yarn: implemented are default")
+    assert answer.why.startswith("kind = spiral: implemented are default")
