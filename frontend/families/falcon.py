@@ -12,12 +12,11 @@ from plait.frontend.config import (
     Names,
     Norm,
     read_activation,
-    read_dtype,
     read_eps,
 )
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.reading import layers, read_blocks
+from plait.frontend.families.reading import layers, read_blocks, read_model
 from plait.frontend.rope import FULL, RopeFacts, read_ropes
 from plait.frontend.views import View
 from plait.spec import Piece, Rows
@@ -56,18 +55,13 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     known = ("gelu", "gelu_tanh")
     activation = read_activation(reader, "activation", known) if reader.has("activation") else "gelu"
     mlp = Mlp(inner, activation, gated=False, bias=bias)
-    bos, tied = reader.token_ids("bos_token_id"), reader.optional("tie_word_embeddings", bool)
-    return DecoderConfig(
-        family="falcon",
-        vocab_size=reader.positive("vocab_size"),
-        hidden_size=hidden,
-        layers=layers((attention,) * blocks, mlp),
-        norm=Norm(read_eps(reader, "layer_norm_epsilon"), "layer", bias=True),
+    return read_model(
+        reader,
+        "falcon",
+        layers((attention,) * blocks, mlp),
+        Norm(read_eps(reader, "layer_norm_epsilon"), "layer", bias=True),
+        tied=True,
         max_positions=positions,
-        tied=tied is not False,
-        dtype=read_dtype(reader),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=reader.token_ids("eos_token_id"),
         names=_names(reader, new, parallel),
         parallel=parallel,
     )

@@ -10,12 +10,11 @@ from plait.frontend.config import (
     Names,
     Norm,
     read_activation,
-    read_dtype,
     read_eps,
 )
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.reading import read_blocks
+from plait.frontend.families.reading import read_blocks, read_model
 from plait.frontend.views import View
 from plait.spec import Piece, Rows
 
@@ -59,18 +58,14 @@ def _read(reader: ConfigReader) -> DecoderConfig:
         gated=False,
         bias=True,
     )
-    tied, bos = reader.optional("tie_word_embeddings", bool), reader.token_ids("bos_token_id")
-    return DecoderConfig(
-        family="gpt2",
-        vocab_size=reader.positive("vocab_size"),
+    return read_model(
+        reader,
+        "gpt2",
+        (Layer(attention, mlp),) * read_blocks(reader, "n_layer"),
+        Norm(read_eps(reader, "layer_norm_epsilon"), "layer", bias=True),
+        tied=True,
         hidden_size=hidden,
-        layers=(Layer(attention, mlp),) * read_blocks(reader, "n_layer"),
-        norm=Norm(read_eps(reader, "layer_norm_epsilon"), "layer", bias=True),
         max_positions=positions,
-        tied=tied is not False,
-        dtype=read_dtype(reader),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=reader.token_ids("eos_token_id"),
         names=NAMES,
         positions=positions,
     )

@@ -123,12 +123,21 @@ def read_mlp(
 
 
 def read_model(
-    reader: ConfigReader, family: str, layers: Sequence[Layer], norm: Norm, *, tied: bool = False, **more: Any
+    reader: ConfigReader,
+    family: str,
+    layers: Sequence[Layer],
+    norm: Norm,
+    *,
+    tied: bool = False,
+    hidden_size: int | None = None,
+    max_positions: int | None = None,
+    **more: Any,
 ) -> DecoderConfig:
     """The config from what the family read, and the keys that all have.
 
     Args:
         tied: what an absent `tie_word_embeddings` means.
+        hidden_size, max_positions: where the family has keys of its own for them.
         more: fields of DecoderConfig.
     """
     for mixture in dict.fromkeys(layer.mlp for layer in layers if isinstance(layer.mlp, Experts)):
@@ -138,10 +147,10 @@ def read_model(
     return DecoderConfig(
         family=family,
         vocab_size=reader.positive("vocab_size"),
-        hidden_size=reader.positive("hidden_size"),
+        hidden_size=reader.positive("hidden_size") if hidden_size is None else hidden_size,
         layers=tuple(layers),
         norm=norm,
-        max_positions=_max_positions(reader, layers),
+        max_positions=_max_positions(reader, layers) if max_positions is None else max_positions,
         tied=tied if said is None else said,
         dtype=read_dtype(reader),
         bos_token_id=bos[0] if bos else None,
