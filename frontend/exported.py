@@ -21,6 +21,7 @@ from plait.frontend.aten.raised import FAMILY, Raised, raise_program
 from plait.frontend.files import TensorFiles, unreadable
 from plait.frontend.opaque import FAMILY as OPAQUE
 from plait.frontend.opaque import ProgramConfig, check_program, written
+from plait.frontend.own import GraphConfig
 from plait.frontend.pt2 import Archive, check_code, damaged, read_archive, refuse
 from plait.frontend.torch_mlir import quiet, require
 from plait.ir import Builder
@@ -33,28 +34,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RaisedConfig:
-    """What is known of a program that is made of plait's ops; it answers to the names that `DecoderConfig` has.
-
-    Attributes:
-        ropes: kind and theta of each rope, as they were read back from cosines and sines.
-        notes: what a user should know of the plan.
-    """
-
-    family: str
-    file: str
-    vocab_size: int
-    blocks: int
-    max_positions: int
-    ropes: tuple[str, ...]
-    dtype: str
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def note(self) -> str | None:
-        return "; ".join(self.notes) or None
+class RaisedConfig(GraphConfig):
+    """What is known of a program that is made of plait's ops; it answers to the names that `DecoderConfig` has."""
 
     def build(self, dtype: str) -> ModuleOp:
         """The module. Raises UnsupportedError, CheckpointError where the file changed since."""

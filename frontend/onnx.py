@@ -20,6 +20,7 @@ from plait.frontend.onnx_attention import past_inputs
 from plait.frontend.onnx_file import ENCODINGS, read_onnx_file, refuse, require
 from plait.frontend.onnx_nodes import HANDLERS, embeddings
 from plait.frontend.onnx_raise import Cache, Product, Raiser, Unary
+from plait.frontend.own import GraphConfig
 from plait.spec import WeightRef, parts
 
 if TYPE_CHECKING:
@@ -31,28 +32,8 @@ CONFIG = "genai_config.json"
 
 
 @dataclass(frozen=True)
-class OnnxConfig:
-    """What is known of a graph; it answers to the names that `DecoderConfig` has.
-
-    Attributes:
-        ropes: kind and theta of each rope, as they were read back from tables.
-        notes: what a user should know of the plan.
-    """
-
-    family: str
-    file: str
-    vocab_size: int
-    blocks: int
-    max_positions: int
-    ropes: tuple[str, ...]
-    dtype: str
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def note(self) -> str | None:
-        return "; ".join(self.notes) or None
+class OnnxConfig(GraphConfig):
+    """What is known of a graph; it answers to the names that `DecoderConfig` has."""
 
     def build(self, dtype: str) -> ModuleOp:
         """The module. Raises UnsupportedError `onnx-*`, CheckpointError where the file changed."""

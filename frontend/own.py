@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from xdsl.dialects.builtin import ModuleOp
@@ -32,3 +33,28 @@ class OwnModule(Protocol):
 
     def unused(self) -> dict[str, str]:
         """Tensors of the file that no op uses, with the reason."""
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """What is known of a graph that is made of plait's ops; it answers to the names that `DecoderConfig` has.
+
+    Attributes:
+        ropes: kind and theta of each rope, as they were read back from its tables.
+        notes: what a user should know of the plan.
+    """
+
+    family: str
+    file: str
+    vocab_size: int
+    blocks: int
+    max_positions: int
+    ropes: tuple[str, ...]
+    dtype: str
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str | None:
+        return "; ".join(self.notes) or None
