@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import unified_diff
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.check:
         if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
             return 0
+        old = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
+        print(*unified_diff(old.splitlines(), text.splitlines(), "old", "new", n=0, lineterm=""), sep="\n")
         print(f"{TARGET.name} is old: run python docs/{Path(__file__).name}", file=sys.stderr)
         return 1
     TARGET.write_text(text, encoding="utf-8")
