@@ -29,7 +29,7 @@ from plait.frontend.gguf.architectures import ARCHITECTURES, MIXTURES  # noqa: E
 from plait.frontend.gguf.pre_tokenizers import PRE_TOKENIZERS  # noqa: E402
 from plait.frontend.gguf.tokenizer import MODELS  # noqa: E402
 from plait.frontend.locate import OTHER_FORMATS  # noqa: E402
-from plait.frontend.onnx_nodes import HANDLERS  # noqa: E402
+from plait.frontend.onnx.nodes import HANDLERS  # noqa: E402
 from plait.frontend.rope import KINDS as ROPES  # noqa: E402
 from plait.ir.quant import GGUF  # noqa: E402
 from plait.ir.types import DTYPES, Quant  # noqa: E402

@@ -34,15 +34,15 @@ def _program(path: Path) -> tuple[int, str]:
 
 
 def _onnx(path: Path) -> tuple[int, str]:
-    from plait.frontend import onnx_file
+    from plait.frontend.onnx import file
 
-    return onnx_file.identity(path)
+    return file.identity(path)
 
 
 def _data(path: Path) -> tuple[int, str]:
-    from plait.frontend import onnx_file
+    from plait.frontend.onnx import file
 
-    return onnx_file.data_identity(path)
+    return file.data_identity(path)
 
 
 _KINDS: dict[str, Callable[[Path], tuple[int, str]]] = {

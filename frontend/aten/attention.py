@@ -13,9 +13,10 @@ from plait.errors import UnsupportedError
 from plait.frontend.aten import layout
 from plait.frontend.aten.facts import Array
 from plait.frontend.aten.formulas import MASKED, SCALED, SCORES, SOFTCAP, given, last_dim
-from plait.frontend.aten.graph import Sample, describe, op, operands, rank, refuse
+from plait.frontend.aten.graph import describe, op, operands, rank, refuse
 from plait.frontend.aten.layout import Atom
 from plait.frontend.aten.raiser import Past, Raiser, Symbol, Unary, View
+from plait.frontend.graph.sample import Sample
 
 if TYPE_CHECKING:
     from torch.fx import Node

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import PlaitError
-from plait.frontend.aten.graph import Graph, Sample, describe, op, refuse_text
+from plait.frontend.aten.graph import Graph, describe, op, refuse_text
+from plait.frontend.graph.sample import Sample
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from plait.errors import UnsupportedError
+from plait.frontend.graph.sample import Sample
 from plait.spec import WeightRef
 
 if TYPE_CHECKING:
@@ -28,18 +29,6 @@ NEW, PAST = 10_007, 20_011
 """Tokens that shapes are looked at for: primes, and larger than any head."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \w+(?:\n +([^\n]+))?')
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sequence with `past` tokens in its KV cache, and `new` ones."""
-
-    past: int
-    new: int
-
-    @property
-    def total(self) -> int:
-        return self.past + self.new
 
 
 @dataclass

@@ -11,10 +11,11 @@ import numpy as np
 from plait.frontend.aten import layout
 from plait.frontend.aten.attention import cached, sdpa, weighted
 from plait.frontend.aten.formulas import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU, SOFTCAP, given, part
-from plait.frontend.aten.graph import SAME, Sample, count, op, operands, rank, refuse
+from plait.frontend.aten.graph import SAME, count, op, operands, rank, refuse
 from plait.frontend.aten.layout import Atom, Axes
 from plait.frontend.aten.raiser import Handle, Past, Product, Raiser, Step, Symbol, Tokens, Unary, View
 from plait.frontend.aten.ropes import joined, rotary
+from plait.frontend.graph.sample import Sample
 from plait.spec import WeightRef
 
 if TYPE_CHECKING:

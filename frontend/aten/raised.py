@@ -12,7 +12,7 @@ from plait.frontend.aten import layout
 from plait.frontend.aten.graph import Graph, refuse, refuse_text
 from plait.frontend.aten.handlers import HANDLERS
 from plait.frontend.aten.raiser import Product, Raiser, Unary, View
-from plait.frontend.onnx_tape import Tape
+from plait.frontend.graph.tape import Tape
 from plait.spec import WeightRef
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from plait.frontend.aten.facts import Facts
 from plait.frontend.aten.formulas import Matcher
 from plait.frontend.aten.graph import Graph, op, operands, refuse, refuse_text
 from plait.frontend.aten.layout import Axes
-from plait.frontend.onnx_tape import Emit, Kind, Tape
-from plait.frontend.onnx_weights import take_rows, transposed
+from plait.frontend.graph.tape import Emit, Kind, Tape
+from plait.frontend.graph.weights import take_rows, transposed
 from plait.ir import Rope
 from plait.spec import Piece, Rows, WeightRef
 

@@ -11,9 +11,10 @@ from plait.errors import UnsupportedError
 from plait.frontend.aten import layout
 from plait.frontend.aten.facts import Array
 from plait.frontend.aten.formulas import ROPE, Bindings
-from plait.frontend.aten.graph import SAME, Sample, describe, op, operands, refuse
+from plait.frontend.aten.graph import SAME, describe, op, operands, refuse
 from plait.frontend.aten.raiser import Raiser, Symbol, Turn, View
-from plait.frontend.onnx_rope import recover
+from plait.frontend.graph.rope import recover
+from plait.frontend.graph.sample import Sample
 from plait.ir import Rope
 
 if TYPE_CHECKING:

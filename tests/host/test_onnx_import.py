@@ -359,7 +359,7 @@ def test_what_has_no_meaning_is_refused_by_name(case: str, tmp_path: Path) -> No
     path = save(g, tmp_path / "m.onnx")
     with pytest.raises(UnsupportedError) as caught:
         open_checkpoint(path)
-    assert caught.value.code == f"onnx-{code}"
+    assert caught.value.code.partition("-")[2] == code
     assert word in str(caught.value)
 
 

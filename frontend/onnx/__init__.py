@@ -1,7 +1,7 @@
 """ONNX models of decoders: onnxruntime's (GroupQueryAttention, MatMulNBits), and those of opset 23 (Attention).
 
 A graph is its own config: it is raised to a module node by node, and refused where a node, or one attribute of it, has
-no meaning here. Weights stay where they are, see `onnx_file`.
+no meaning here. Weights stay where they are, see `file`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from xdsl.dialects.builtin import ModuleOp
 
 from plait.frontend.config_reader import token_ids
 from plait.frontend.files import TensorFiles, read_json, some, unreadable
-from plait.frontend.onnx_attention import past_inputs
-from plait.frontend.onnx_file import ENCODINGS, read_onnx_file, refuse, require
-from plait.frontend.onnx_nodes import HANDLERS, embeddings
-from plait.frontend.onnx_raise import Cache, Product, Raiser, Unary
+from plait.frontend.onnx.attention import past_inputs
+from plait.frontend.onnx.file import ENCODINGS, read_onnx_file, refuse, require
+from plait.frontend.onnx.nodes import HANDLERS, embeddings
+from plait.frontend.onnx.raiser import Cache, Product, Raiser, Unary
 from plait.frontend.own import GraphConfig
 from plait.spec import WeightRef, parts
 

@@ -1,4 +1,4 @@
-"""What raises which node: the table of ops, and what each means here. Attention is in `onnx_attention`."""
+"""What raises which node: the table of ops, and what each means here. Attention is in `attention`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plait.frontend.onnx_facts import SAMPLES, describe
-from plait.frontend.onnx_file import refuse
-from plait.frontend.onnx_raise import Act, Handle, Handler, Product, Raiser, Symbol, Unary, shape
-from plait.frontend.onnx_weights import codes, take_rows, transposed
+from plait.frontend.graph.weights import take_rows, transposed
+from plait.frontend.onnx.codes import codes
+from plait.frontend.onnx.facts import SAMPLES, describe
+from plait.frontend.onnx.file import refuse
+from plait.frontend.onnx.raiser import Act, Handle, Handler, Product, Raiser, Symbol, Unary, shape
 from plait.spec import WeightRef
 
 if TYPE_CHECKING:

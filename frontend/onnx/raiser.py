@@ -1,7 +1,7 @@
 """Raising a graph: every node is handed to what knows it, and what nobody knows is refused by name.
 
 Values are kept as what they are known to be: an activation, a product that is not written yet because its bias or its
-parts follow, half of a SiLU. What depends on no token and no weight is a fact (see `onnx_facts`).
+parts follow, half of a SiLU. What depends on no token and no weight is a fact (see `facts`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plait.frontend.onnx_facts import INPUTS, SAMPLES, Array, Facts, Sample, describe
-from plait.frontend.onnx_file import OnnxFile, damaged, refuse
-from plait.frontend.onnx_tape import Emit, Kind, Tape
-from plait.frontend.onnx_weights import transposed
+from plait.frontend.graph.sample import Sample
+from plait.frontend.graph.tape import Emit, Kind, Tape
+from plait.frontend.graph.weights import transposed
+from plait.frontend.onnx.facts import INPUTS, SAMPLES, Array, Facts, describe
+from plait.frontend.onnx.file import OnnxFile, damaged, refuse
 from plait.ir import Rope
 from plait.spec import WeightRef
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plait.errors import UnsupportedError
-from plait.frontend.onnx_facts import SAMPLES, Array, Sample, describe
-from plait.frontend.onnx_file import ENCODINGS, dimensions, refuse
-from plait.frontend.onnx_nodes import MS, decimal, handles, part
-from plait.frontend.onnx_raise import Act, Cache, Product, Raiser, Symbol
-from plait.frontend.onnx_rope import recover
-from plait.frontend.onnx_weights import take_pairs
+from plait.frontend.graph.rope import recover
+from plait.frontend.graph.sample import Sample
+from plait.frontend.graph.weights import take_pairs
+from plait.frontend.onnx.facts import SAMPLES, Array, describe
+from plait.frontend.onnx.file import ENCODINGS, dimensions, refuse
+from plait.frontend.onnx.nodes import MS, decimal, handles, part
+from plait.frontend.onnx.raiser import Act, Cache, Product, Raiser, Symbol
 from plait.ir import Rope
 
 if TYPE_CHECKING:

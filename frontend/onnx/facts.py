@@ -7,14 +7,14 @@ onnx's reference implementation, and compared with what they must be.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import PlaitError
-from plait.frontend.onnx_file import OnnxFile, dimensions, refuse
+from plait.frontend.graph.sample import Sample
+from plait.frontend.onnx.file import OnnxFile, dimensions, refuse
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -23,22 +23,6 @@ Array = NDArray[Any]
 
 MAX_BYTES = 1 << 26
 """Of a tensor that a fact may be computed from; weights are larger, and no part of any."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sequence with `past` tokens in its KV cache, and `new` ones."""
-
-    past: int
-    new: int
-
-    @property
-    def total(self) -> int:
-        return self.past + self.new
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        return np.arange(self.past, self.total)
 
 
 #: A first chunk, later ones, and one token. The lengths are prime, so that no product of others equals them.

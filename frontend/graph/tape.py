@@ -9,7 +9,7 @@ from typing import Literal
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import SSAValue
 
-from plait.frontend.onnx_file import refuse
+from plait.frontend.graph.refusal import refuse
 from plait.ir import Builder
 
 Emit = Callable[..., SSAValue]
@@ -42,7 +42,7 @@ class Tape:
         """The module whose logits are step `result`.
 
         Raises:
-            UnsupportedError: `onnx-unused`, `onnx-blocks`.
+            UnsupportedError: `graph-unused`, `graph-blocks`.
         """
         blocks = self._blocks(result)
         builder = Builder(model, dtype)

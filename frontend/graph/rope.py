@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.frontend.onnx_file import refuse
+from plait.frontend.graph.refusal import refuse
 from plait.ir import Rope
 from plait.ir.rope import frequencies, tables
 
@@ -35,7 +35,7 @@ def recover(cos: Array, sin: Array, positions: NDArray[np.int64], dtype: str, wh
         what: the name of the table, for errors.
 
     Raises:
-        UnsupportedError: `onnx-rope`: no rope makes this table; names a position.
+        UnsupportedError: `graph-rope`: no rope makes this table; names a position.
     """
     if cos.shape != sin.shape or cos.shape[0] != len(positions) or not np.array_equal(positions[:2], [0, 1]):
         refuse("rope", f"{what}: tables of {list(cos.shape)} and {list(sin.shape)} are not cos and sin of positions")

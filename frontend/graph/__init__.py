@@ -1,0 +1,1 @@
+"""What graphs of ONNX and of torch.export have in common: steps, ropes, weights."""
