@@ -14,7 +14,7 @@ from typing import Any
 from plait.errors import CheckpointError, UsageError
 from plait.frontend import safetensors
 from plait.frontend.config import DecoderConfig
-from plait.frontend.config_reader import token_ids
+from plait.frontend.config_reader import read_ends, token_ids
 from plait.frontend.exported import read_program
 from plait.frontend.families import family, read_config
 from plait.frontend.files import TensorFiles, parse_json, read_json, read_text
@@ -214,8 +214,9 @@ def _checkpoint(
         weights = apply_views(with_prefix(weights, kind.prefix), kind.views(config), str(path))
 
     def named(role: str) -> tuple[int, ...]:
-        return _named_token(tokenizer_config.get(role), beside("tokenizer.json"))
+        return _named_token(tokenizer_config.get(role), beside("tokenizer.json"), config.vocab_size)
 
+    ends = read_ends(generation, str(generation_file), config.vocab_size)
     return Checkpoint(
         name=_name(path),
         config=config,
@@ -226,9 +227,7 @@ def _checkpoint(
         tokenizer_config=tokenizer_config,
         generation=generation,
         bos_token_id=config.bos_token_id if config.bos_token_id is not None else next(iter(named("bos_token")), None),
-        eos_token_ids=token_ids(generation.get("eos_token_id"), f"{generation_file}: 'eos_token_id'")
-        or config.eos_token_ids
-        or named("eos_token"),
+        eos_token_ids=ends.eos or config.eos_token_ids or named("eos_token"),
     )
 
 
@@ -255,7 +254,7 @@ def _default_template(tokenizer_config: dict[str, Any], source: Path | None) -> 
     return value if isinstance(value, str) else None
 
 
-def _named_token(value: Any, tokenizer: Path | None) -> tuple[int, ...]:
+def _named_token(value: Any, tokenizer: Path | None, vocabulary: int) -> tuple[int, ...]:
     """The id of a special token that tokenizer_config.json names, for configs that give no id."""
     name = value.get("content") if isinstance(value, dict) else value
     if tokenizer is None or not isinstance(name, str):
@@ -263,7 +262,7 @@ def _named_token(value: Any, tokenizer: Path | None) -> tuple[int, ...]:
     added = read_json(tokenizer).get("added_tokens")
     entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
     ids = [entry.get("id") for entry in entries if entry.get("content") == name]
-    return token_ids(ids, f"{tokenizer}: the id of {name!r}")
+    return token_ids(ids, f"{tokenizer}: the id of {name!r}", vocabulary)
 
 
 def _stored_dtypes(weights: Mapping[str, WeightRef] | None) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from plait.errors import CheckpointError, UnsupportedError, did_you_mean
@@ -40,7 +41,6 @@ _WITHOUT_EFFECT = {
     "it cuts the batch into chunks that do not see each other": "chunk_size_feed_forward",
     "plait builds decoders only": "is_decoder",
     "it names code of the model's repository, which plait does not run": "auto_map",
-    "plait's batches are ragged and have no padding": "pad_token_id",
 }
 
 NO_EFFECT = {key: reason for reason, keys in _WITHOUT_EFFECT.items() for key in keys.split()}
@@ -56,6 +56,12 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 """Keys that change numbers, and the values that plait implements. Anything else is refused by name."""
+
+
+PADDING = "pad_token_id"
+"""-1 for none, in the first configs of Llama."""
+
+ENDS = ("bos_token_id", "eos_token_id", PADDING)
 
 
 class ConfigReader:
@@ -156,9 +162,9 @@ class ConfigReader:
         """A switch that is off where absent: every family's own default."""
         return bool(self.optional(key, bool))
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id, a list of them, or none."""
-        return token_ids(self.raw(key), f"{self.source}: {key!r}")
+    def ends(self, vocabulary: int) -> Ends:
+        """The tokens that begin, end and fill a text; see `read_ends`."""
+        return read_ends({key: self.raw(key) for key in ENDS}, self.source, vocabulary)
 
     def finish(self) -> None:
         """Refuse values that are not implemented and keys that nobody understands."""
@@ -191,7 +197,7 @@ class ConfigReader:
         # JSON has one kind of number: 10000 is a fine float. True is no number here, though Python says so.
         accepted = (int, float) if kind is float else (kind,)
         if type(value) not in accepted or (kind is float and not finite(value)):
-            raise self.error("config-type", f"{key!r} is {value!r:.100}, expected a {_KIND_NAMES[kind]}")
+            raise self.error("config-type", f"{key!r} is {value!r:.100}, expected {_KIND_NAMES[kind]}")
         typed: T = kind(value)
         return typed
 
@@ -202,11 +208,41 @@ class ConfigReader:
         return value
 
 
-def token_ids(value: Any, what: str) -> tuple[int, ...]:
-    """One id, a list of them, or none. Raises CheckpointError `config-type`, naming `what`."""
+@dataclass(frozen=True)
+class Ends:
+    """Tokens that begin and end a text."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+
+
+def read_ends(data: Mapping[str, Any], source: str, vocabulary: int) -> Ends:
+    """What the keys of `ENDS` say, as config.json and generation_config.json have them.
+
+    Raises:
+        CheckpointError: as `token_ids`, naming `source` and the key; of padding too, though plait has none.
+    """
+    said = {key: None if key == PADDING and data.get(key) == -1 else data.get(key) for key in ENDS}
+    bos, eos, _ = (token_ids(value, f"{source}: {key!r}", vocabulary) for key, value in said.items())
+    return Ends(bos[0] if bos else None, eos)
+
+
+def token_ids(value: Any, what: str, vocabulary: int) -> tuple[int, ...]:
+    """One id, a list of them, or none.
+
+    Raises:
+        CheckpointError: naming `what`: `config-type`, or `config-value` for an id that is not below `vocabulary`.
+    """
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(item) is int and item >= 0 for item in ids):
         raise CheckpointError("config-type", f"{what} is {value!r:.100}, expected token ids")
+    if beyond := [item for item in ids if item >= vocabulary]:
+        raise CheckpointError(
+            "config-value",
+            f"{what} is {value!r:.100}, and the vocabulary ends before {beyond[0]}",
+            why=f"its tokens are 0 to {vocabulary - 1}",
+            hint="does the file belong to this model?",
+        )
     return tuple(dict.fromkeys(ids))
 
 
@@ -218,4 +254,9 @@ def finite(value: float) -> bool:
         return False
 
 
-_KIND_NAMES: dict[type, str] = {int: "whole number", float: "finite number", bool: "true or false", str: "string"}
+_KIND_NAMES: dict[type, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a string",
+}

@@ -55,6 +55,18 @@ def unreadable(path: Path, err: OSError) -> CheckpointError:
     return CheckpointError("checkpoint-unreadable", f"cannot read {path}", why=err.strerror or str(err))
 
 
+def version(path: Path) -> tuple[int, int]:
+    """Size in bytes and time of the last change, by which a file that was read is known to be still the same.
+
+    Raises CheckpointError `checkpoint-unreadable`.
+    """
+    try:
+        stat = path.stat()
+    except OSError as err:
+        raise unreadable(path, err) from err
+    return stat.st_size, stat.st_mtime_ns
+
+
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
     """A JSON object. Duplicate keys, NaN, invalid UTF-8 and halves of characters are refused: each has two readings.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from plait.errors import CheckpointError, UnsupportedError, did_you_mean
 from plait.frontend.files import read_json, read_text, some, unreadable
+from plait.words import counted
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIXES = (".safetensors", ".json", ".gguf", ".pt2", ".onnx")
@@ -84,7 +85,7 @@ def _snapshot(folder: Path) -> Path:
     if len(revisions) != 1:
         raise CheckpointError(
             "checkpoint-ambiguous",
-            f"{folder} has {len(revisions)} snapshots and no refs/main",
+            f"{folder} has {counted(len(revisions), 'snapshot')} and no refs/main",
             hint="give the path of one: " + some(revisions),
         )
     return snapshots / revisions[0]

@@ -14,6 +14,7 @@ from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.checkpoint import Checkpoint
 from plait.frontend.config import DecoderConfig
 from plait.frontend.families import family
+from plait.frontend.families.base import HARMLESS
 from plait.frontend.families.decoder import build_decoder
 from plait.frontend.files import some, unreadable
 from plait.frontend.safetensors import ENCODINGS
@@ -22,6 +23,7 @@ from plait.ir.ops import ExpertsOp, LinearOp
 from plait.ir.quant import GGUF, quant_type, quantise_types
 from plait.ir.types import DTYPES, Quant
 from plait.spec import WeightRef
+from plait.words import counted
 
 _COMPARE_BYTES = 1 << 24
 """Read at a time: two tables of gigabytes are compared in little memory."""
@@ -65,9 +67,8 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     if not isinstance(config, DecoderConfig):
         return config.unused()
     _check_dtypes(checkpoint, stored, needed)
-    kind = family(config.family)
-    harmless = {**kind.harmless, **kind.unneeded(config)}
     said = config.quantisation
+    harmless = {**HARMLESS, **family(config.family).unneeded(config)}
     if said is not None:
         harmless = {**harmless, **said.harmless}
     reasons: dict[str, str] = {}
@@ -82,7 +83,8 @@ def unused_tensors(checkpoint: Checkpoint, module: ModuleOp, *, read: bool = Tru
     if strange := stored.keys() - needed.keys() - reasons.keys():
         raise CheckpointError(
             "tensor-unused",
-            f"{checkpoint.name} holds {len(strange)} tensors that no op of a {checkpoint.family} uses: {some(strange)}",
+            f"{checkpoint.name} holds {counted(len(strange), 'tensor')} that no op of a {checkpoint.family} uses: "
+            + some(strange),
             why="a tensor that is left out in silence changes the model",
             hint="does the config belong to these weights?",
         )
@@ -130,7 +132,7 @@ def _check_missing(
     if missing := needed.keys() - stored.keys():
         raise CheckpointError(
             "tensor-missing",
-            f"{checkpoint.name} lacks {len(missing)} tensors that its config asks for: {some(missing)}",
+            f"{checkpoint.name} lacks {counted(len(missing), 'tensor')} that its config asks for: {some(missing)}",
             why="a weight without a source would be random",
             hint='if the logits use the embedding, the config says "tie_word_embeddings": true'
             if isinstance(checkpoint.config, DecoderConfig) and missing == {checkpoint.config.head}
@@ -144,7 +146,7 @@ def _check_shapes(stored: Mapping[str, WeightRef], needed: Mapping[str, tuple[in
         first = wrong[0]
         raise CheckpointError(
             "tensor-shape",
-            f"{len(wrong)} tensors have another shape than the config says: {some(wrong)}",
+            f"{counted(len(wrong), 'tensor')} of another shape than the config says: {some(wrong)}",
             why=f"{first!r} is {list(stored[first].shape)} in the file and {list(needed[first])} by the config",
             hint="does the config belong to these weights? check head_dim, heads and vocab_size",
         )

@@ -11,6 +11,7 @@ from xdsl.dialects.builtin import ModuleOp
 from plait.frontend.files import some
 from plait.frontend.pt2 import refuse
 from plait.frontend.torch_mlir import mlir_text
+from plait.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +109,8 @@ def _check_signature(exported: ExportedProgram) -> None:
     if len(signature.user_inputs) != 1 or len(signature.user_outputs) != 1:
         refuse(
             "signature",
-            f"the program has {len(signature.user_inputs)} inputs and {len(signature.user_outputs)} results",
+            f"the program has {counted(len(signature.user_inputs), 'input')} and "
+            + counted(len(signature.user_outputs), "result"),
             "an opaque op takes token ids and gives logits, and nothing else",
             "export a wrapper whose forward(tokens) returns the logits alone",
         )

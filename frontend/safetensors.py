@@ -16,6 +16,7 @@ from plait.errors import CheckpointError, UnsupportedError, did_you_mean
 from plait.frontend.files import MAX_DIM, MAX_RANK, TensorFiles, header_digest, parse_json, read_json, some, unreadable
 from plait.spec import WeightRef
 from plait.spec.weight import Encoding
+from plait.words import counted
 
 MAX_HEADER_BYTES = 100_000_000
 """The bound of the safetensors library itself."""
@@ -75,7 +76,7 @@ def read_index(path: Path) -> TensorFiles:
     if absent:
         raise CheckpointError(
             "index-shard-missing",
-            f"{len(absent)} of {len(shards)} shards that {path} lists are missing: {some(absent)}",
+            f"{path} lists {counted(len(shards), 'shard')}, and not all are there: {some(absent)}",
             why="the download was interrupted or the files were moved",
             hint="fetch the missing files into the same folder",
         )
@@ -208,12 +209,12 @@ def _agree(index: Path, shard: str, listed: set[str], stored: set[str]) -> None:
     if missing := listed - stored:
         raise CheckpointError(
             "index-tensor-missing",
-            f"{shard} lacks {len(missing)} tensors that {index.name} puts there: {some(missing)}",
+            f"{shard} lacks {counted(len(missing), 'tensor')} that {index.name} puts there: {some(missing)}",
             hint="fetch the shard again, from the same revision as the index",
         )
     if extra := stored - listed:
         raise CheckpointError(
             "index-tensor-unlisted",
-            f"{shard} holds {len(extra)} tensors that {index.name} does not put there: {some(extra)}",
+            f"{shard} holds {counted(len(extra), 'tensor')} that {index.name} does not put there: {some(extra)}",
             hint="fetch the index again, from the same revision as the shards",
         )

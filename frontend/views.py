@@ -9,6 +9,7 @@ from math import prod
 from plait.errors import CheckpointError
 from plait.frontend.files import some
 from plait.spec import Piece, Rows, WeightRef
+from plait.words import counted
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def apply(weights: Mapping[str, WeightRef], views: Mapping[str, View], source: s
         if missing:
             raise CheckpointError(
                 "tensor-missing",
-                f"{source} lacks {len(missing)} tensors that its config asks for: {some(missing)}",
+                f"{source} lacks {counted(len(missing), 'tensor')} that its config asks for: {some(missing)}",
                 why=f"{name!r} is made of them",
                 hint="does the config belong to these weights?",
             )

@@ -16,7 +16,7 @@ from plait.partitioner.problem import refused_units
 from plait.partitioner.search import Counts
 from plait.partitioner.tables import Tables
 from plait.spec import Cause, Device, IdleDevice, Plan
-from plait.words import bytes_text, count_text, seconds_text
+from plait.words import bytes_text, count_text, counted, seconds_text
 
 
 def explained(tables: Tables, stages: Sequence[Stage], plan: Plan, solution: Solution | None) -> Plan:
@@ -143,7 +143,7 @@ def _plan_cause(tables: Tables, stages: Sequence[Stage], busy: Sequence[float], 
             f"the best {tables.problem.objective} found within the limits: {best}; no plan exceeds "
             f"{_value_text(tables, solution.bound)}"
         )
-    sets = f"exact search over {len(solution.first.rows)} sets of devices; roofline"
+    sets = f"exact search over {counted(len(solution.first.rows), 'set')} of devices; roofline"
     return Cause(why, number, sets, "other devices: " + _compared(tables, solution, lambda s: s != used))
 
 

@@ -13,6 +13,7 @@ from plait.partitioner.predict import Stage, plan_of
 from plait.partitioner.problem import Problem, check, device_by_id, pinned_units, refused_units
 from plait.partitioner.tables import tables
 from plait.spec import Plan
+from plait.words import counted
 
 
 def evaluate(problem: Problem, plan: Plan) -> Plan:
@@ -47,7 +48,7 @@ def evaluate(problem: Problem, plan: Plan) -> Plan:
         if len(planned.devices) != 1:
             raise PlanError(
                 "plan-group",
-                f"{where} names {len(planned.devices)} devices",
+                f"{where} names {counted(len(planned.devices), 'device')}",
                 why="layer (pipeline) split is the dependable cross-vendor mode; tensors of a slice are not split",
                 hint="give each device its own slice",
             )
@@ -60,7 +61,9 @@ def by_layers(problem: Problem) -> Plan:
     layers, devices = problem.layers, problem.cluster.devices
     assert layers is not None
     if len(layers) != len(devices):
-        raise PlanError("plan-layers", f"{len(layers)} numbers of layers are given for {len(devices)} devices")
+        raise PlanError(
+            "plan-layers", f"layers gives {counted(len(layers), 'number')} for {counted(len(devices), 'device')}"
+        )
     if min(layers) < 0 or sum(layers) != problem.blocks:
         text = " + ".join(map(str, layers))
         raise PlanError("plan-layers", f"{text} = {sum(layers)} layers, the model has {problem.blocks}")

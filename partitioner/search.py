@@ -23,6 +23,7 @@ import numpy as np
 from plait.cost_models.tables import Floats
 from plait.errors import UserError
 from plait.partitioner.tables import Bools, Measure
+from plait.words import counted
 
 #: Elementary steps of one table that still take seconds; above it the exact search is refused by name.
 MAX_WORK = 3e9
@@ -61,7 +62,7 @@ class Space:
         if self.work > MAX_WORK:
             raise UserError(
                 "plan-too-large",
-                f"{sum(self.counts)} devices of {len(self.counts)} kinds are too many for the exact search",
+                f"{sum(self.counts)} devices of {counted(len(self.counts), 'kind')} are too many for the exact search",
                 why=f"it would take {self.work:.1e} steps, the limit is {MAX_WORK:.0e}",
                 hint="allow fewer devices, put equal ones on one host, or say how many layers each gets",
             )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from plait import artifact as artifacts
 from plait.errors import CheckpointError, PlanError, UnsupportedError, UsageError, did_you_mean
 from plait.spec import WORKLOADS, Cluster, Objective, Plan, Target, Workload, from_yaml, parse_targets
+from plait.words import counted
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -349,8 +350,8 @@ def _merged_note(adapter: Adapter, checkpoint: Checkpoint) -> str:
     stored = checkpoint.weights or {}
     quantised = sum(quant_type(ref) is not None for name, ref in stored.items() if name in adapter.changed)
     count = len(adapter.changed)
-    said = f"the adapter {adapter.name} is merged into {count} {'weight' if count == 1 else 'weights'} in float32"
-    return f"{said}; {quantised} of them were stored quantised and no longer are" if quantised else said
+    said = f"the adapter {adapter.name} is merged into {counted(count, 'weight')} in float32"
+    return f"{said}; {quantised} of them stored quantised until now" if quantised else said
 
 
 def _capabilities(cluster: Cluster, module: ModuleOp, on: Mapping[str, ModuleOp]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from plait.words import bytes_text
+from plait.words import bytes_text, counted
 
 Status = Literal["PASS", "WARN", "FAIL"]
 
@@ -124,7 +124,7 @@ def _host() -> Iterator[Check]:
 
     total, available = memory_bytes()
     enough = available >= _ENOUGH_MEMORY_BYTES
-    reason = f"{core_count()} cores, {bytes_text(available)} of {bytes_text(total)} memory available"
+    reason = f"{counted(core_count(), 'core')}, {bytes_text(available)} of {bytes_text(total)} memory available"
     yield Check("host", "PASS" if enough else "WARN", reason)
 
 
@@ -211,7 +211,7 @@ def _self_test() -> Iterator[Check]:
         split, runs_on = _answer(folder, f"2x{target}", (1, 1))
     same = whole == split
     compared = "with the same scores as one" if same else "but with other scores than one: wrong numbers"
-    reason = f"two slices on {runs_on} gave {len(split[1])} tokens, {compared}"
+    reason = f"two slices on {runs_on} gave {counted(len(split[1]), 'token')}, {compared}"
     yield Check(
         "self-test",
         ("PASS" if computes else "WARN") if same else "FAIL",

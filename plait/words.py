@@ -17,6 +17,11 @@ def seconds_text(seconds: float) -> str:
     return _scaled(seconds, _SECONDS) or "0 s"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """`1 tensor`, `3 tensors`, `1,000 tensors`; `plural` where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def count_text(number: float) -> str:
     """`1,234,560`; three digits below a thousand."""
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"

@@ -26,6 +26,7 @@ from plait.frontend.config_reader import ConfigReader
 from plait.frontend.files import MAX_DIM
 from plait.frontend.rope import FULL, SLIDING, RopeByContext, RopeFacts, partial_factor, read_ropes
 from plait.frontend.views import View
+from plait.words import counted
 
 MAX_BLOCKS = 512
 """Far beyond any model (the deepest have 126): a damaged config must not build ops for minutes."""
@@ -143,18 +144,19 @@ def read_model(
     for mixture in dict.fromkeys(layer.mlp for layer in layers if isinstance(layer.mlp, Experts)):
         _check_choice(reader, mixture)
     said = reader.optional("tie_word_embeddings", bool)
-    bos = reader.token_ids("bos_token_id")
+    vocabulary = reader.positive("vocab_size")
+    ends = reader.ends(vocabulary)
     return DecoderConfig(
         family=family,
-        vocab_size=reader.positive("vocab_size"),
+        vocab_size=vocabulary,
         hidden_size=reader.positive("hidden_size") if hidden_size is None else hidden_size,
         layers=tuple(layers),
         norm=norm,
         max_positions=_max_positions(reader, layers) if max_positions is None else max_positions,
         tied=tied if said is None else said,
         dtype=read_dtype(reader),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=reader.token_ids("eos_token_id"),
+        bos_token_id=ends.bos,
+        eos_token_ids=ends.eos,
         **more,
     )
 
@@ -164,12 +166,14 @@ def _check_choice(reader: ConfigReader, own: Experts) -> None:
     groups = own.groups or 1
     kept = own.groups_per_token or groups
     if own.count % groups:
-        raise reader.error("config-value", f"{own.count} experts do not divide among {groups} groups")
+        raise reader.error("config-value", f"{counted(own.count, 'expert')} in {counted(groups, 'group')} leave a rest")
     if kept > groups:
-        raise reader.error("config-value", f"a token keeps {kept} groups of experts, and there are {groups}")
+        raise reader.error("config-value", f"a token keeps {counted(kept, 'group')} of experts, of {groups}")
     if own.per_token > own.count // groups * kept:
-        held = f"{own.count} experts" if kept == groups else f"{kept} groups of {own.count // groups} experts"
-        raise reader.error("config-value", f"a token goes through {own.per_token} experts, and chooses among {held}")
+        held = counted(own.count, "expert")
+        if kept < groups:
+            held = f"{counted(kept, 'group')} of {counted(own.count // groups, 'expert')}"
+        raise reader.error("config-value", f"a token goes through {own.per_token} of {held}")
 
 
 def _max_positions(reader: ConfigReader, layers: Sequence[Layer]) -> int:

@@ -17,6 +17,7 @@ from plait.frontend.gguf.tensors import named
 from plait.frontend.gguf.words import config_words, own_keys
 from plait.ir import Rope
 from plait.spec import WeightRef
+from plait.words import counted
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class GGUFFile:
         if not plain or len(factors) != pairs:
             raise CheckpointError(
                 "gguf-rope",
-                f"{self.path}: {FREQS!r} holds {len(factors)} factors",
-                why=f"{pairs} pairs of a head turn" if plain else "the keys scale the rope too",
+                f"{self.path}: {FREQS!r} holds {counted(len(factors), 'factor')}",
+                why=f"what turns of a head is {counted(pairs, 'pair')}" if plain else "the keys scale the rope too",
             )
         assert isinstance(own.rope, Rope)
         # Llama 3's scaling, with its frequencies worked out by the converter.

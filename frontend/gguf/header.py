@@ -20,6 +20,7 @@ from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.files import MAX_DIM, header_digest, some, unreadable
 from plait.spec import WeightRef
 from plait.spec.weight import Encoding
+from plait.words import counted
 
 Record = tuple[str, tuple[int, ...], str, int, int]
 """One tensor: name, shape (outermost first), type name, bytes, offset in the data."""
@@ -137,7 +138,7 @@ class _Cursor:
     def bounded(self, count: int, item_bytes: int) -> int:
         """`count`, if that many items of at least `item_bytes` can still follow."""
         if count * item_bytes > len(self.data) - self.at:
-            raise self.fail(f"{count} items are due at byte {self.at}, the file ends at {len(self.data)}")
+            raise self.fail(f"{counted(count, 'item')} due at byte {self.at}, and the file ends at {len(self.data)}")
         return count
 
 
@@ -168,7 +169,7 @@ def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, WeightRef]]:
 def _record(cursor: _Cursor) -> Record:
     name, rank = cursor.string(), cursor.number("I")
     if not 1 <= rank <= MAX_DIMS:
-        raise cursor.fail(f"{name!r} has {rank} dimensions, 1 to {MAX_DIMS} are possible")
+        raise cursor.fail(f"{name!r} has {counted(rank, 'dimension')}, 1 to {MAX_DIMS} are possible")
     dims = cursor.numbers("Q", rank)
     if not all(0 < dim <= MAX_DIM for dim in dims):
         raise cursor.fail(f"{name!r} has the dimensions {list(dims)}")
@@ -189,7 +190,7 @@ def _place(cursor: _Cursor, records: list[Record], alignment: int) -> dict[str, 
     if refused:
         raise UnsupportedError(
             "gguf-tensor-type",
-            f"{cursor.path}: {len(refused)} tensors of types plait does not dequantise: {some(refused)}",
+            f"{cursor.path}: {counted(len(refused), 'tensor')} of types plait does not dequantise: {some(refused)}",
             why=f"read are {', '.join(ENCODINGS)}",
             hint="quantise the model to one of these",
         )
@@ -205,14 +206,14 @@ def _place(cursor: _Cursor, records: list[Record], alignment: int) -> dict[str, 
         if end > len(cursor.data):
             raise CheckpointError(
                 "gguf-truncated",
-                f"{cursor.path} is cut short: {name!r} ends {end - len(cursor.data)} bytes beyond it",
+                f"{cursor.path} is cut short: {name!r} ends {counted(end - len(cursor.data), 'byte')} beyond it",
                 why=f"it takes bytes {start + offset} to {end}, the file has {len(cursor.data)}",
                 hint="fetch the file again",
             )
     if len(cursor.data) > start + due:
         raise CheckpointError(
             "gguf-trailing",
-            f"{cursor.path} has {len(cursor.data) - start - due} bytes more than its header describes",
+            f"{cursor.path} has {counted(len(cursor.data) - start - due, 'byte')} more than its header describes",
             why=f"the header describes {start + due} bytes, the file has {len(cursor.data)}",
             hint="fetch the file again",
         )

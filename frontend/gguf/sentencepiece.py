@@ -20,6 +20,7 @@ from plait.frontend.gguf.vocabulary import (
     Vocabulary,
     read_vocabulary,
 )
+from plait.words import counted
 
 SPACE = "\u2581"
 
@@ -36,7 +37,7 @@ def sentencepiece(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         raise UnsupportedError("gguf-tokenizer", f"{source}: remove_extra_whitespaces in a SentencePiece tokenizer")
     unknown, prefix = vocabulary.of(UNKNOWN), vocabulary.get("add_space_prefix", bool, True)
     if len(unknown) > 1:
-        raise vocabulary.error(f"{len(unknown)} tokens for what is unknown")
+        raise vocabulary.error(f"{counted(len(unknown), 'token')} for what is unknown")
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
@@ -64,7 +65,7 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     if len(scores) != len(vocabulary.tokens) or not all(
         isinstance(score, float) and isfinite(score) for score in scores
     ):
-        raise vocabulary.error(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens")
+        raise vocabulary.error(f"{counted(len(scores), 'score')} for {counted(len(vocabulary.tokens), 'token')}")
     pieces = {
         token: index
         for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from plait.errors import CheckpointError, UnsupportedError
 from plait.frontend.files import some
+from plait.words import counted
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """`tokenizer.ggml.token_type`."""
@@ -96,7 +97,8 @@ def read_vocabulary(metadata: Mapping[str, Any], source: str, allowed: tuple[int
     if len(set(map(str, tokens))) != len(tokens) or len(kinds) != len(tokens):
         raise empty.error(
             "the tokenizer contradicts itself",
-            why=f"{len(tokens)} tokens, {len(set(map(str, tokens)))} of them different, {len(kinds)} types",
+            why=f"{counted(len(tokens), 'token')}, {len(set(map(str, tokens)))} of them different, "
+            + counted(len(kinds), "type"),
         )
     if not all(isinstance(token, str) for token in tokens):
         raise empty.error("tokenizer.ggml.tokens holds what is no text")

@@ -77,6 +77,7 @@ def config_words(
         "torch_dtype": _dtype(tensors),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(metadata),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         **{word: any(has.endswith(part) for has in tensors) for word, part in architecture.flags.items()},
         **architecture.words,
         **_windows(own, architecture, source),

@@ -11,6 +11,7 @@ from xdsl.ir import SSAValue
 
 from plait.frontend.graph.refusal import refuse
 from plait.ir import Builder
+from plait.words import counted
 
 Emit = Callable[..., SSAValue]
 """`emit(builder, *operands)`."""
@@ -79,7 +80,9 @@ class Tape:
         for at, step in enumerate(self.steps):
             last_use |= dict.fromkeys(step.operands, at)
         if unused := [at for at in range(len(self.steps)) if at not in last_use]:
-            refuse("unused", f"{len(unused)} results of the graph are used by nothing", "this is our fault: report it")
+            refuse(
+                "unused", f"nothing uses {counted(len(unused), 'result')} of the graph", "this is our fault: report it"
+            )
         reach, streams = -1, []
         for at in range(len(self.steps)):
             if reach <= at:

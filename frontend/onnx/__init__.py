@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from xdsl.dialects.builtin import ModuleOp
 
-from plait.frontend.config_reader import token_ids
-from plait.frontend.files import TensorFiles, read_json, some, unreadable
+from plait.frontend.config_reader import read_ends
+from plait.frontend.files import TensorFiles, read_json, some, version
 from plait.frontend.onnx.attention import past_inputs
 from plait.frontend.onnx.file import ENCODINGS, read_onnx_file, refuse, require
 from plait.frontend.onnx.nodes import HANDLERS, embeddings
@@ -80,20 +80,21 @@ def read_onnx(path: Path) -> tuple[OnnxConfig, TensorFiles]:
     beside = path.parent / CONFIG
     said = read_json(beside).get("model", {}) if beside.is_file() else {}
     said = said if isinstance(said, dict) else {}
-    bos = token_ids(said.get("bos_token_id"), f"{beside}: 'bos_token_id'")
+    vocabulary = _vocabulary(raiser)
+    ends = read_ends(said, str(beside), vocabulary)
     notes = set(raiser.notes)
     if raiser.positions is None:
         notes.add(f"the graph states no longest sequence, {raiser.longest:,} tokens were taken")
     config = OnnxConfig(
         family=FAMILY,
         file=str(path),
-        vocab_size=_vocabulary(raiser),
+        vocab_size=vocabulary,
         blocks=raiser.attentions,
         max_positions=raiser.longest,
         ropes=tuple(dict.fromkeys(f"{rope.kind}, theta {rope.theta:g}" for rope, _ in raiser.ropes.values())),
         dtype=_dtype(raiser),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=token_ids(said.get("eos_token_id"), f"{beside}: 'eos_token_id'"),
+        bos_token_id=ends.bos,
+        eos_token_ids=ends.eos,
         notes=tuple(sorted(notes)),
     )
     weights: dict[str, WeightRef] = dict(raiser.refs)
@@ -101,16 +102,12 @@ def read_onnx(path: Path) -> tuple[OnnxConfig, TensorFiles]:
 
 
 def _raised(path: Path) -> _Raised:
-    try:
-        stat = path.stat()
-    except OSError as err:
-        raise unreadable(path, err) from err
-    return _read(path, stat.st_size, stat.st_mtime_ns)
+    return _read(path, version(path))
 
 
 @lru_cache(maxsize=1)
-def _read(path: Path, size: int, changed_ns: int) -> _Raised:
-    """Raised once for the config and the module; size and time of the file tell whether it is still the same."""
+def _read(path: Path, version: tuple[int, int]) -> _Raised:
+    """Raised once for the config and the module; again where the file changed."""
     raiser = Raiser(read_onnx_file(path), HANDLERS)
     graph = raiser.file.model.graph
     raiser.pasts.update(value.name or "" for node in graph for value in past_inputs(node) if value.is_graph_input())

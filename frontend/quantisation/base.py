@@ -188,9 +188,23 @@ def layout(block: Block) -> str:
     return words.get(block, f"one for each block of {block[0]} x {block[1]}")
 
 
-def names(reader: ConfigReader, key: str) -> tuple[str, ...]:
-    """A list of modules; empty where it is absent or null."""
-    value = reader.raw(key) or []
+def names(reader: ConfigReader, *keys: str) -> tuple[str, ...]:
+    """A list of modules, under one key or under several that say the same; empty where all are absent or null.
+
+    Raises:
+        CheckpointError: `config-type`, `config-value`; `config-conflict`: two keys list other modules.
+    """
+    lists = {key: _names(reader, key) for key in keys if reader.raw(key) is not None}
+    if len({frozenset(found) for found in lists.values()}) > 1:
+        listed = (f"{key!r} lists {some(found) or 'none'}" for key, found in lists.items())
+        raise reader.error(
+            "config-conflict", " and ".join(listed), why="both say which modules are not quantised, and neither wins"
+        )
+    return next(iter(lists.values()), ())
+
+
+def _names(reader: ConfigReader, key: str) -> tuple[str, ...]:
+    value = reader.raw(key)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise reader.error("config-type", f"{key!r} is {value!r:.100}, expected a list of module names")
     for name in value:

@@ -14,6 +14,7 @@ from plait.frontend.quantisation.base import FLOATS, UNQUANTISED, Block, Parts, 
 from plait.ir.types import QuantType
 from plait.spec import WeightRef
 from plait.spec.weight import Encoding
+from plait.words import counted
 
 _STATISTICS = "says how scales were found"
 
@@ -153,7 +154,7 @@ def read(reader: ConfigReader) -> CompressedTensors:
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise reader.error("config-type", f"'config_groups' is {groups!r:.100}, expected an object of groups")
     if len(groups) != 1:
-        raise refuse(reader, "config_groups", f"{len(groups)} groups", ("one group",))
+        raise refuse(reader, "config_groups", counted(len(groups), "group"), ("one group",))
     ((name, data),) = groups.items()
     at = f"{reader.source}: {name}"
     fixed = {"targets": (["Linear"],), "output_activations": (None,), "format": (None, form)}

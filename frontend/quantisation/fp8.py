@@ -59,11 +59,8 @@ def read(reader: ConfigReader) -> Fp8:
     if fmt not in FLAVOURS:
         raise refuse(reader, "fmt", fmt, [name for name in FLAVOURS if name])
     size = reader.raw("weight_block_size")
-    skipped = {key: names(reader, key) for key in ("modules_to_not_convert", "ignored_layers")}
-    if all(skipped.values()) and len(set(skipped.values())) > 1:
-        raise reader.error("config-conflict", f"{' and '.join(skipped)} differ")
     return Fp8(
-        skipped=skipped["modules_to_not_convert"] or skipped["ignored_layers"],
+        skipped=names(reader, "modules_to_not_convert", "ignored_layers"),
         static=scheme == "static",
         block=(0, 0) if size is None else block_of(reader, "weight_block_size", size),
         fmt=fmt,

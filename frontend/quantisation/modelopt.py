@@ -70,8 +70,7 @@ def read(reader: ConfigReader) -> ModelOpt:
     size = reader.optional("group_size", int)
     if algorithm == "NVFP4" and size not in (None, GROUP):
         raise refuse(reader, "group_size", size, (GROUP,))
-    skipped = names(reader, "ignore") + names(reader, "exclude_modules")
-    return ModelOpt(skipped=skipped, static=True, algorithm=algorithm)
+    return ModelOpt(skipped=names(reader, "ignore", "exclude_modules"), static=True, algorithm=algorithm)
 
 
 def _check_groups(reader: ConfigReader, algorithm: str) -> None:

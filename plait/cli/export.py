@@ -15,7 +15,7 @@ from plait.cli.export_onnx import export_onnx
 from plait.cli.options import Json, Verbose
 from plait.cli.plan import write_whole
 from plait.errors import ArtifactError, UsageError, VerifyError
-from plait.words import bytes_text
+from plait.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,11 +138,8 @@ def command(
     write_whole(path, whole)
     inner = [item for item in stateless.arguments if item.name not in _weight_names(module)]
     rows = [("argument", *_cells(item)) for item in inner] + [("result", *_cells(item)) for item in stateless.results]
-    screen.show(
-        table(
-            ("", "name", "shape", "dtype"), rows, title=f"@main, after {len(stateless.arguments) - len(inner)} weights"
-        )
-    )
+    before = counted(len(stateless.arguments) - len(inner), "weight")
+    screen.show(table(("", "name", "shape", "dtype"), rows, title=f"@main, after {before}"))
     screen.show(f"wrote {path}: {bytes_text(len(whole.encode()))}, {form}")
     command = _next(model, form, part, phase, context, concurrency, dtype, config)
     screen.next(command)
@@ -187,7 +184,7 @@ def _slice(form: Form, model: Path, part: int, dtype: str | None, config: Path |
         module, checkpoint = _whole(model, dtype, config)
         _check_slice(part, 1, model)
         run_passes(module, SLICE_PIPELINE)
-        return _Slice(module, f"{checkpoint.name}, {block_count(module)} blocks", checkpoint.weights, None)
+        return _Slice(module, f"{checkpoint.name}, {counted(block_count(module), 'block')}", checkpoint.weights, None)
     for option, value in (("--dtype", dtype), ("--config", config)):
         if value is not None:
             raise UsageError("export-artifact", f"{option} was given, and {model} is an artifact, which says it itself")

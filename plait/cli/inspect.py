@@ -12,7 +12,7 @@ import typer
 
 from plait.cli.options import Json
 from plait.errors import CheckpointError, UsageError
-from plait.words import bytes_text
+from plait.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from plait.cli.screen import Screen
@@ -102,8 +102,7 @@ def _checkpoint(screen: Screen, path: Path, config: Path | None, targets: str | 
     tensors, kv = found["tensors"], found["kv_bytes_per_token"]
     stored = "no weights, a config only"
     if tensors is not None:
-        count = len(found["files"])
-        stored = f"{bytes_text(found['weight_bytes'])} in {count} {'file' if count == 1 else 'files'}"
+        stored = f"{bytes_text(found['weight_bytes'])} in {counted(len(found['files']), 'file')}"
     rows = [
         ("family", found["family"]),
         ("dtype", found["dtype"]),
@@ -118,8 +117,8 @@ def _checkpoint(screen: Screen, path: Path, config: Path | None, targets: str | 
     ]
     screen.show(facts(rows, title=found["name"]))
     if tensors is not None:
-        counted = [(name, str(row["tensors"]), bytes_text(row["bytes"])) for name, row in tensors.items()]
-        screen.show(table(("stored as", "tensors", "size"), counted, right=("tensors", "size")))
+        listed = [(name, str(row["tensors"]), bytes_text(row["bytes"])) for name, row in tensors.items()]
+        screen.show(table(("stored as", "tensors", "size"), listed, right=("tensors", "size")))
     for name, why in found["unused"].items():
         screen.show(f"unused: {name} ({why})")
     _show_targets(screen, found["targets"])

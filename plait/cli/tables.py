@@ -9,7 +9,7 @@ from rich import box
 from rich.cells import cell_len
 from rich.table import Table
 
-from plait.words import bytes_text, seconds_text
+from plait.words import bytes_text, counted, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
@@ -121,12 +121,12 @@ def quantize_table(weights: Mapping[str, Mapping[str, Any]], *, everything: bool
     columns, rows = quantized_rows(weights)
     shown = rows if everything else rows[:QUANTIZED_ROWS]
     more = f", the {len(shown)} largest" if len(shown) < len(rows) else ""
-    return table(columns, shown, right=columns[2:], title=f"errors of {len(rows)} quantised weights{more}")
+    return table(columns, shown, right=columns[2:], title=f"errors of {counted(len(rows), 'quantised weight')}{more}")
 
 
 def workload_text(work: Workload) -> str:
     """`8 requests of 512 + 256 tokens`: how many at once, tokens in and out of each."""
-    return f"{work.concurrency} requests of {work.prompt_tokens} + {work.output_tokens} tokens"
+    return f"{counted(work.concurrency, 'request')} of {work.prompt_tokens} + {work.output_tokens} tokens"
 
 
 def plan_tables(plan: Plan, runs_on: Sequence[str] | None, width: int, *, verbose: bool = False) -> Iterable[Table]:
@@ -149,7 +149,7 @@ def plan_tables(plan: Plan, runs_on: Sequence[str] | None, width: int, *, verbos
     yield table(
         [columns[i] for i in keep],
         [[row[i] for i in keep] for row in rows],
-        title=f"plan of {plan.model}: {plan.blocks} layers in {dtypes}, for {workload_text(plan.workload)}",
+        title=f"plan of {plan.model}: {counted(plan.blocks, 'layer')} in {dtypes}, for {workload_text(plan.workload)}",
     )
     if verbose or not wide:
         causes = ((f"slice {i}", cause_text(item.cause, verbose)) for i, item in enumerate(plan.slices))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.words import bytes_text, count_text, rate_text, seconds_text
+from plait.words import bytes_text, count_text, counted, rate_text, seconds_text
 
 Report = Mapping[str, Any]
 
@@ -88,7 +88,7 @@ def _kernels(report: Report, files: Mapping[str, int]) -> Code:
     code = bytes_text(sum(files.values()))
     totals = (
         ("arch", str(report["arch"])),
-        ("code", f"{code} in {len(files)} binaries" + _made_with(report)),
+        ("code", f"{code} in {counted(len(files), 'binary', 'binaries')}" + _made_with(report)),
         ("arena", bytes_text(report["arena_bytes"])),
         *_step_totals(report.get("steps", ())),
         ("checks", f"{len(failed)} failed" if failed else "every binary passed"),
@@ -160,7 +160,7 @@ def _programs(report: Report, files: Mapping[str, int]) -> Code:
     programs: Mapping[str, Mapping[str, Any]] = report["programs"]
     totals = (
         ("arch", _group_text(report)),
-        ("code", f"{bytes_text(sum(files.values()))} in {len(files)} programs" + _made_with(report)),
+        ("code", f"{bytes_text(sum(files.values()))} in {counted(len(files), 'program')}" + _made_with(report)),
         ("HBM", f"{bytes_text(max(map(_hbm_bytes, programs.values())))} at most, on each device"),
         *_program_totals(programs),
     )

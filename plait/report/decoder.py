@@ -8,6 +8,7 @@ from typing import Any
 from plait.frontend.config import DecoderConfig
 from plait.frontend.own import OwnModule
 from plait.spec import to_dict
+from plait.words import counted
 
 _SHOWN_ELSEWHERE = ("family", "max_positions", "dtype", "names", "layers")
 
@@ -77,7 +78,7 @@ def text(value: Any) -> str:
         return ", ".join(_member(name, item) for name, item in named if not _off(item))
     if isinstance(value, list):
         if len(value) > _LISTED and all(isinstance(item, int | float) for item in value):
-            return f"{len(value)} numbers from {text(min(value))} to {text(max(value))}"
+            return f"{counted(len(value), 'number')} from {text(min(value))} to {text(max(value))}"
         return ", ".join(map(text, value))
     return "none" if value is None else str(value)
 

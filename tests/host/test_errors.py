@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import errno
 import pickle
+import re
 import traceback
+from pathlib import Path
 
 import pytest
 
 from plait.errors import FitError, PlaitError, UsageError, WorkerError, system_error
+from plait.words import counted
 
 ERRORS = (
     PlaitError("a-code", "what", why="why", hint="hint"),
@@ -51,3 +54,19 @@ def test_a_refusal_of_the_system_names_the_file_and_what_to_do():
 @pytest.mark.parametrize("error", [OSError("no number"), OSError(errno.EBADF, "Bad file descriptor")])
 def test_what_no_user_can_mend_stays_a_fault(error):
     assert system_error(error) is None
+
+
+def test_counts_are_said_in_the_right_number():
+    assert [counted(n, "tensor") for n in (0, 1, 2, 1234)] == ["0 tensors", "1 tensor", "2 tensors", "1,234 tensors"]
+    assert [counted(n, "binary", "binaries") for n in (1, 2)] == ["1 binary", "2 binaries"]
+
+
+def test_no_message_counts_in_the_plural_alone():
+    """`lacks 1 tensors`: what is counted with len() is said with `counted`."""
+    root = Path(__file__).parents[2]
+    files = [file for folder in ("frontend", "plait/cli", "plait/assemble", "plait/report") for file in
+             (root / folder).rglob("*.py")]  # fmt: skip
+    files += [root / "plait" / "api.py", *(root / "partitioner").glob("*.py")]
+    plural = re.compile(r"\{len\([^{}]*\)\} (?!of |bytes beyond)[a-z]+s\b")
+    found = {f"{file.name}: {match[0]}" for file in files for match in plural.finditer(file.read_text())}
+    assert len(files) > 80 and found == set()

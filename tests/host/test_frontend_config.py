@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
-from plait.frontend.config_reader import NO_EFFECT
+from plait.frontend.config_reader import ENDS, NO_EFFECT
 from plait.frontend.families import read_config
 from plait.frontend.families.decoder import build_decoder
 from plait.ir import kv_layouts
@@ -70,6 +70,22 @@ def test_a_missing_key_is_named_never_defaulted(key: str) -> None:
     assert isinstance(error, CheckpointError)
     assert error.code == "config-key-missing"
     assert key in error.what
+
+
+@pytest.mark.parametrize("key", ENDS)
+def test_a_token_beyond_the_vocabulary_is_refused(key: str) -> None:
+    read(LLAMA, **{key: 99})
+    for ids in (100, [0, 100]):
+        error = refused(LLAMA, **{key: ids})
+        assert (error.code, repr(key) in error.what, error.why) == ("config-value", True, "its tokens are 0 to 99")
+    assert refused(LLAMA, **{key: -2}).code == "config-type"
+    assert read(LLAMA, pad_token_id=-1) == read(LLAMA)  # as the first configs of Llama say that there is none
+
+
+def test_a_value_of_the_wrong_kind_is_said_in_whole_words() -> None:
+    kinds = {"rope_theta": "a finite number", "vocab_size": "a whole number", "model_type": "a string"}
+    for key, kind in (kinds | {"tie_word_embeddings": "true or false"}).items():
+        assert refused(LLAMA, **{key: ["x"]}).what == f"config.json: {key!r} is ['x'], expected {kind}"
 
 
 def test_a_number_too_large_is_not_called_negative() -> None:
@@ -342,13 +358,13 @@ def test_fewer_than_none_is_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("mixtral", {"num_experts_per_tok": 5}, "5 experts, and chooses among 4 experts"),
-        ("gpt_oss", {"num_experts_per_tok": 5}, "5 experts, and chooses among 4 experts"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 experts, and chooses among 8 experts"),
-        ("deepseek_v3", {"topk_group": 5}, "keeps 5 groups of experts, and there are 4"),
-        ("deepseek_v3", {"n_group": 3}, "8 experts do not divide among 3 groups"),
-        ("deepseek_v3", {"n_routed_experts": 4}, "3 experts, and chooses among 2 groups of 1 experts"),
-        ("deepseek_v2", {"num_experts_per_tok": 5}, "5 experts, and chooses among 2 groups of 2 experts"),
+        ("mixtral", {"num_experts_per_tok": 5}, "5 of 4 experts"),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "5 of 4 experts"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ("deepseek_v3", {"topk_group": 5}, "keeps 5 groups of experts, of 4"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups leave a rest"),
+        ("deepseek_v3", {"n_routed_experts": 4}, "3 of 2 groups of 1 expert"),
+        ("deepseek_v2", {"num_experts_per_tok": 5}, "5 of 2 groups of 2 experts"),
     ],
 )
 def test_experts_that_cannot_be_chosen_are_named_in_the_words_of_the_config(

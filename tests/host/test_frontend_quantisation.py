@@ -244,8 +244,16 @@ def test_every_key_is_used_or_refused(layout: str, path: tuple[str, ...], value:
 
 
 def test_two_lists_that_differ() -> None:
-    config = {"quant_method": "fp8", "modules_to_not_convert": ["a"], "ignored_layers": ["b"]}
-    assert refused(LLAMA, quantization_config=config).code == "config-conflict"
+    for keys, said in (
+        (("modules_to_not_convert", "ignored_layers"), {"quant_method": "fp8"}),
+        (("ignore", "exclude_modules"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    ):
+        for lists in ((["a"], ["b"]), (["a"], ["a", "b"]), ([], ["b"]), (["a"], [])):
+            error = refused(LLAMA, quantization_config=said | dict(zip(keys, lists, strict=True)))
+            assert error.code == "config-conflict" and all(key in error.what for key in keys)
+        for lists in ((["a", "b"], ["b", "a"]), (None, ["a", "b"]), (["b", "a"], None)):
+            config = read(LLAMA, quantization_config=said | dict(zip(keys, lists, strict=True)))
+            assert sorted(config.quantisation.skipped) == ["a", "b"]
     assert refused(LLAMA, quantization_config="fp8").code == "config-type"
 
 

@@ -119,7 +119,7 @@ def test_30_and_50_gb_are_both_used_and_the_override_is_exact() -> None:
     for split in ((1, 7), (7, 1), (0, 8)):
         expected = {f"{n}.0": k for n, k in zip("ab", split, strict=True) if k}
         assert layers(solve(replace(roomy, layers=split))) == expected
-    for wrong, says in (((4, 5), "= 9 layers"), ((8,), "1 numbers of layers"), ((-1, 9), "-1")):
+    for wrong, says in (((4, 5), "= 9 layers"), ((8,), "1 number for"), ((-1, 9), "-1")):
         with pytest.raises(PlanError, match=says):
             solve(replace(roomy, layers=wrong))
 
