@@ -18,7 +18,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from plait.errors import MissingDependencyError, PlaitError, UnsupportedError
 from plait.frontend.aten.raised import FAMILY, Raised, raise_program
-from plait.frontend.files import TensorFiles, unreadable
+from plait.frontend.files import TensorFiles, version
 from plait.frontend.opaque import FAMILY as OPAQUE
 from plait.frontend.opaque import ProgramConfig, check_program, written
 from plait.frontend.own import GraphConfig
@@ -121,16 +121,12 @@ def save_program(exported: ExportedProgram, path: Path) -> None:
 
 
 def _program(path: Path) -> _Program:
-    try:
-        stat = path.stat()
-    except OSError as err:
-        raise unreadable(path, err) from err
-    return _read(path, stat.st_size, stat.st_mtime_ns)
+    return _read(path, version(path))
 
 
 @lru_cache(maxsize=1)
-def _read(path: Path, size: int, changed_ns: int) -> _Program:
-    """Loaded once for the config and the module; size and time of the file tell whether it is still the same."""
+def _read(path: Path, version: tuple[int, int]) -> _Program:
+    """Loaded once for the config and the module; again where the file changed."""
     import torch
 
     archive = read_archive(path)

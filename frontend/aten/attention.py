@@ -16,7 +16,7 @@ from plait.frontend.aten.formulas import MASKED, SCALED, SCORES, SOFTCAP, given,
 from plait.frontend.aten.graph import describe, op, operands, rank, refuse
 from plait.frontend.aten.layout import Atom
 from plait.frontend.aten.raiser import Past, Raiser, Symbol, Unary, View
-from plait.frontend.graph.sample import Sample
+from plait.frontend.graph.sample import Sample, reach
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -202,7 +202,7 @@ def _read_window(raiser: Raiser, node: Node, masks: Masks, causal: bool) -> int 
     if tables:
         if not raiser.graph.pasts:
             _cut(raiser, facts.longest)
-        facts.limit(facts.reach(there))
+        facts.limit(reach(there, facts.longest))
     far = facts.last()
     if not raiser.graph.pasts:
         # A square: of a long sequence it is large. It says nothing new beyond the largest number that it is made with.

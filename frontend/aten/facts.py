@@ -72,16 +72,6 @@ class Facts:
     def limit(self, positions: int) -> None:
         self.longest = min(self.longest, positions)
 
-    def reach(self, there: Callable[[int], bool]) -> int:
-        """The longest sequence, up to `longest`, that something is there for. It is there for one token."""
-        least, most = 1, self.longest
-        if there(most):
-            return most
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (middle, most) if there(middle) else (least, middle)
-        return least
-
     def at(self, node: Node, sample: Sample, given: Mapping[Node, torch.Tensor] | None = None) -> Array:
         """The value of a node. `given`: what some of the nodes are taken to be.
 

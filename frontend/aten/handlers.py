@@ -15,7 +15,7 @@ from plait.frontend.aten.graph import SAME, count, op, operands, rank, refuse
 from plait.frontend.aten.layout import Atom, Axes
 from plait.frontend.aten.raiser import Handle, Past, Product, Raiser, Step, Symbol, Tokens, Unary, View
 from plait.frontend.aten.ropes import joined, rotary
-from plait.frontend.graph.sample import Sample
+from plait.frontend.graph.weights import transposed
 from plait.spec import WeightRef
 
 if TYPE_CHECKING:
@@ -142,17 +142,13 @@ def _addmm(raiser: Raiser, node: Node) -> Symbol | None:
     if said is None:
         return None
     ref = raiser.weight(said["mat2"])
-    return _product(raiser, node, said["mat1"], None if ref is None else _transposed(ref), said["self"])
+    return _product(raiser, node, said["mat1"], None if ref is None else transposed(ref), said["self"])
 
 
 def _matmul(raiser: Raiser, node: Node) -> Symbol | None:
     x, weight = operands(node)[:2]
     ref = raiser.weight(weight)
-    return None if ref is None else _product(raiser, node, x, _transposed(ref), None)
-
-
-def _transposed(ref: WeightRef) -> WeightRef:
-    return replace(ref, shape=ref.shape[::-1], transposed=not ref.transposed)
+    return None if ref is None else _product(raiser, node, x, transposed(ref), None)
 
 
 def _product(raiser: Raiser, node: Node, x: Any, weight: WeightRef | None, bias: Any) -> Symbol | None:
@@ -343,5 +339,3 @@ HANDLERS: Mapping[str, tuple[Handle, ...]] = {
     "add": (rotary, _add),
     "cat": (cached, joined, rotary),
 }
-
-__all__ = ["HANDLERS", "Sample"]

@@ -15,10 +15,10 @@ import numpy as np
 from plait.frontend.aten import layout
 from plait.frontend.aten.facts import Facts
 from plait.frontend.aten.formulas import Matcher
-from plait.frontend.aten.graph import Graph, op, operands, refuse, refuse_text
+from plait.frontend.aten.graph import Graph, op, operands, refuse
 from plait.frontend.aten.layout import Axes
 from plait.frontend.graph.tape import Emit, Kind, Tape
-from plait.frontend.graph.weights import take_rows, transposed
+from plait.frontend.graph.weights import take_rows, transposed, use
 from plait.ir import Rope
 from plait.spec import Piece, Rows, WeightRef
 
@@ -244,10 +244,7 @@ class Raiser:
 
     def use(self, ref: WeightRef) -> str:
         """The name of a weight that an op uses."""
-        known = self.refs.setdefault(ref.name, ref)
-        if known != ref:
-            refuse_text("tensor", f"the tensor {ref.name!r} is used as {list(known.shape)} and as {list(ref.shape)}")
-        return ref.name
+        return use(self.refs, ref)
 
     def weight(self, node: Any) -> WeightRef | None:
         """The tensor of the file that a node is, perhaps transposed; None where it is none."""

@@ -14,7 +14,7 @@ from plait.frontend.aten.formulas import ROPE, Bindings
 from plait.frontend.aten.graph import SAME, describe, op, operands, refuse
 from plait.frontend.aten.raiser import Raiser, Symbol, Turn, View
 from plait.frontend.graph.rope import recover
-from plait.frontend.graph.sample import Sample
+from plait.frontend.graph.sample import Sample, reach
 from plait.ir import Rope
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _rows(raiser: Raiser, node: Node, tables: tuple[Node, Node]) -> tuple[Array,
         except (UnsupportedError, ValueError):
             return False
 
-    facts.limit(facts.reach(there) if facts.longest <= _MOST else facts.longest)
+    facts.limit(reach(there, facts.longest) if facts.longest <= _MOST else facts.longest)
     if cached:
         first = facts.least_past
         near = Sample(first, max(facts.least, min(256, facts.longest - first, facts.most or 256)))

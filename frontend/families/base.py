@@ -18,9 +18,13 @@ def _nothing(config: DecoderConfig) -> dict[str, str]:
     return {}
 
 
+_INV_FREQ = r"(model|gpt_neox)\.(layers\.\d+\.(self_attn|attention)\.)?rotary_emb\.inv_freq"
+_MASK = r"(transformer\.h\.\d+\.attn|gpt_neox\.layers\.\d+\.attention)\.(bias|masked_bias)"
 HARMLESS = {
-    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "rotary frequencies, which the config states too",
+    _INV_FREQ: "rotary frequencies, which the config states too",
+    _MASK: "the causal mask, which every decoder has",
 }
+"""Patterns of tensors that stand in checkpoints although no op needs them, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,7 @@ class Family:
         read: takes the keys it understands.
         prefix: of all names; some checkpoints leave it out.
         views: the weights that are not stored under `DecoderConfig.names`.
-        unneeded: the same as `harmless`, where it depends on the config.
-        harmless: patterns of tensors that stand in checkpoints although no op needs them, with the reason.
+        unneeded: the same as `HARMLESS`, where it depends on the config.
         no_effect: keys that change no number in this family, with the reason.
         fixed: keys that must hold one of these values if they are there.
         needed: keys that may be null but not absent: the family's own class has a number for them then, and plait has
@@ -47,7 +50,6 @@ class Family:
     prefix: str = ""
     views: Callable[[DecoderConfig], dict[str, View]] = _no_views
     unneeded: Callable[[DecoderConfig], dict[str, str]] = _nothing
-    harmless: Mapping[str, str] = field(default_factory=lambda: HARMLESS)
     no_effect: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     needed: tuple[str, ...] = ()

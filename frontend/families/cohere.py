@@ -3,6 +3,7 @@ model q and k are normed, each head with weights of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.frontend.config import Attention, DecoderConfig, Names, Norm, QKNorm, read_eps
@@ -20,9 +21,16 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     qk_norm = QKNorm(norm, "own") if reader.flag("use_qk_norm") else None
     bias, full = reader.flag("attention_bias"), (None,) * read_blocks(reader)
     attentions = read_attentions(reader, full, bias=bias, output_bias=bias, qk_norm=qk_norm)
-    model = read_model(
+    model = read_cohere(reader, "cohere", attentions, norm)
+    # Command R was trained further than `max_position_embeddings` says.
+    return replace(model, max_positions=reader.optional_positive("model_max_length") or model.max_positions)
+
+
+def read_cohere(reader: ConfigReader, family: str, attentions: Sequence[Attention], norm: Norm) -> DecoderConfig:
+    """What both generations read behind their attention."""
+    return read_model(
         reader,
-        "cohere",
+        family,
         layers(attentions, read_mlp(reader)),
         norm,
         tied=True,
@@ -30,8 +38,6 @@ def _read(reader: ConfigReader) -> DecoderConfig:
         names=NAMES,
         logits_scale=reader.positive_number("logit_scale"),
     )
-    # Command R was trained further than `max_position_embeddings` says.
-    return replace(model, max_positions=reader.optional_positive("model_max_length") or model.max_positions)
 
 
 def interleaved_views(config: DecoderConfig) -> dict[str, View]:

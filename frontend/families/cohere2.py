@@ -7,30 +7,19 @@ from dataclasses import replace
 from plait.frontend.config import DecoderConfig, Norm, read_eps
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
-from plait.frontend.families.cohere import NAMES, interleaved_views
-from plait.frontend.families.gemma2 import read_windows
-from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model
+from plait.frontend.families.cohere import interleaved_views, read_cohere
+from plait.frontend.families.gemma2 import read_pattern, read_windows
+from plait.frontend.families.reading import read_attentions, read_blocks
 
 PATTERN = 4
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
     norm, bias = Norm(read_eps(reader, "layer_norm_eps"), "layer"), reader.flag("attention_bias")
-    # transformers 5 writes the second name.
-    every = reader.optional_positive(reader.spelling("sliding_window_pattern", "_sliding_window_pattern")) or PATTERN
-    windows = read_windows(reader, read_blocks(reader), every)
+    windows = read_windows(reader, read_blocks(reader), read_pattern(reader, PATTERN))
     attentions = read_attentions(reader, windows, bias=bias, output_bias=bias)
     turned = [own if own.window is not None else replace(own, rope=None) for own in attentions]
-    return read_model(
-        reader,
-        "cohere2",
-        layers(turned, read_mlp(reader)),
-        norm,
-        tied=True,
-        parallel=True,
-        names=NAMES,
-        logits_scale=reader.positive_number("logit_scale"),
-    )
+    return read_cohere(reader, "cohere2", turned, norm)
 
 
 FIXED: dict[str, tuple[object, ...]] = {

@@ -3,7 +3,7 @@ window, soft caps on scores and logits, and embedded tokens times sqrt(hidden)."
 
 from __future__ import annotations
 
-from plait.frontend.config import DecoderConfig, Names, read_layer_types
+from plait.frontend.config import DecoderConfig, Names, QKNorm, read_layer_types
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.reading import (
@@ -37,23 +37,37 @@ def read_windows(reader: ConfigReader, blocks: int, every: int) -> tuple[int | N
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
+def read_pattern(reader: ConfigReader, absent: int) -> int:
+    """Each how manieth block has no window. transformers 5 writes the second name."""
+    return reader.optional_positive(reader.spelling("sliding_window_pattern", "_sliding_window_pattern")) or absent
+
+
 def _read(reader: ConfigReader) -> DecoderConfig:
-    bias, norm = reader.flag("attention_bias"), rms(reader, offset=OFFSET)
     twice, window = reader.optional("sliding_window_size", int), reader.peek("sliding_window")
     if twice is not None and twice != window:
         raise reader.error("config-conflict", f"sliding_window is {window!r:.50} and sliding_window_size {twice}")
+    return read_gemma(reader, "gemma2", every=2)
+
+
+def read_gemma(
+    reader: ConfigReader, family: str, *, every: int, qk_normed: bool = False, local_theta_key: str | None = None
+) -> DecoderConfig:
+    """What both generations read. `every`: as in `read_windows`; `local_theta_key`: as in `read_ropes`."""
+    bias, norm = reader.flag("attention_bias"), rms(reader, offset=OFFSET)
     attentions = read_attentions(
         reader,
-        read_windows(reader, read_blocks(reader), 2),
+        read_windows(reader, read_blocks(reader), every),
         scale=reader.positive_number("query_pre_attn_scalar") ** -0.5,
         bias=bias,
         output_bias=bias,
         softcap=reader.optional_positive_number("attn_logit_softcapping"),
+        qk_norm=QKNorm(norm) if qk_normed else None,
+        local_theta_key=local_theta_key,
     )
     mlp = read_mlp(reader, key=reader.spelling("hidden_activation", "hidden_act"), known=("gelu_tanh",))
     return read_model(
         reader,
-        "gemma2",
+        family,
         layers(attentions, mlp),
         norm,
         tied=True,

@@ -32,9 +32,6 @@ NAMES = Names(
     up="mlp.c_fc",
     down="mlp.c_proj",
 )
-HARMLESS = {
-    r"transformer\.h\.\d+\.attn\.(bias|masked_bias)": "the causal mask, which every decoder has",
-}
 _CLASSIFIER = "it chooses what a classifier returns"
 NO_EFFECT = {
     "summary_type": _CLASSIFIER,
@@ -90,7 +87,6 @@ FAMILY = Family(
     _read,
     views=_views,
     prefix="transformer.",
-    harmless=HARMLESS,
     no_effect=NO_EFFECT,
     fixed={
         "scale_attn_weights": (True,),

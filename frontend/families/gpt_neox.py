@@ -21,10 +21,6 @@ NAMES = Names(
     up="mlp.dense_h_to_4h",
     down="mlp.dense_4h_to_h",
 )
-HARMLESS = {
-    r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)": "the causal mask, which every decoder has",
-    r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq": "rotary frequencies, which the config states too",
-}
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
@@ -62,6 +58,5 @@ FAMILY = Family(
     ("GPTNeoXForCausalLM",),
     _read,
     views=_views,
-    harmless=HARMLESS,
     no_effect={"classifier_dropout": "used in training only"},
 )

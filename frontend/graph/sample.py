@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,3 +23,14 @@ class Sample:
     @property
     def positions(self) -> NDArray[np.int64]:
         return np.arange(self.past, self.total)
+
+
+def reach(there: Callable[[int], bool], most: int) -> int:
+    """The longest sequence, up to `most` tokens, that something is there for. It is there for one token."""
+    least = 1
+    if there(most):
+        return most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if there(middle) else (least, middle)
+    return least

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from plait.frontend.graph.refusal import refuse
 from plait.spec import Piece, Rows, WeightRef
 
 
@@ -40,3 +41,15 @@ def take_pairs(ref: WeightRef, head_dim: int, rotary_dim: int) -> WeightRef:
     heads = range(whole.start, whole.start + whole.count, head_dim)
     moved = tuple(replace(piece, start=head + piece.start) for head in heads for piece in pieces)
     return replace(ref, rows=Rows(1, stride, moved))
+
+
+def use(refs: dict[str, WeightRef], ref: WeightRef) -> str:
+    """The name of a weight that an op uses; `refs` holds those that are used.
+
+    Raises UnsupportedError `graph-tensor` where the name is used for other bytes, or in another shape.
+    """
+    known = refs.setdefault(ref.name, ref)
+    if known != ref:
+        shapes = f"as {list(known.shape)} and {list(ref.shape)}"
+        refuse("tensor", f"the tensor {ref.name!r} is used in two ways", shapes)
+    return ref.name

@@ -9,7 +9,7 @@ import numpy as np
 
 from plait.errors import UnsupportedError
 from plait.frontend.graph.rope import recover
-from plait.frontend.graph.sample import Sample
+from plait.frontend.graph.sample import Sample, reach
 from plait.frontend.graph.weights import take_pairs
 from plait.frontend.onnx.facts import SAMPLES, Array, describe
 from plait.frontend.onnx.file import ENCODINGS, dimensions, refuse
@@ -294,13 +294,7 @@ def _reach(raiser: Raiser, value: ir.Value) -> int:
             return False
         return True
 
-    least, most = 1, raiser.longest
-    if there(most):
-        return most
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if there(middle) else (least, middle)
-    return least
+    return reach(there, raiser.longest)
 
 
 def _window(raiser: Raiser, node: ir.Node, index: int, *, causal: bool) -> int | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from plait.frontend.graph.sample import Sample
 from plait.frontend.graph.tape import Emit, Kind, Tape
-from plait.frontend.graph.weights import transposed
+from plait.frontend.graph.weights import transposed, use
 from plait.frontend.onnx.facts import INPUTS, SAMPLES, Array, Facts, describe
 from plait.frontend.onnx.file import OnnxFile, damaged, refuse
 from plait.ir import Rope
@@ -226,14 +226,7 @@ class Raiser:
 
     def use(self, ref: WeightRef) -> str:
         """The name of a weight that an op uses."""
-        known = self.refs.setdefault(ref.name, ref)
-        if known != ref:
-            refuse(
-                "tensor",
-                f"the tensor {ref.name!r} is used in two ways",
-                f"as {list(known.shape)} and {list(ref.shape)}",
-            )
-        return ref.name
+        return use(self.refs, ref)
 
     def weight(self, value: ir.Value | None) -> WeightRef | None:
         """The tensor of the file that a value is, perhaps transposed by a node; None where it is none."""
