@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from plait.errors import UnsupportedError
@@ -16,42 +17,91 @@ FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
-class RopeByContext:
+class RopeByContext(ABC):
     """A rope whose table depends on the longest sequence. transformers changes the table while a sequence grows, which
     leaves stale keys behind; plait takes one table for all, the one that is right for the longest.
 
     Attributes:
-        short: up to `original_positions` tokens.
-        long: beyond. None for dynamic NTK scaling, whose theta grows with the length (`factor`, `rotary_dim`).
+        original_positions: tokens up to which a sequence has the table of the pretraining.
     """
 
-    short: Rope
-    long: Rope | None
+    kind: str = field(init=False)
+    theta: float
     original_positions: int
-    factor: float = 1.0
-    rotary_dim: int = 0
+
+    @property
+    @abstractmethod
+    def tables(self) -> tuple[Rope, ...]:
+        """The tables that are known, that of sequences up to `original_positions` first."""
+
+    @abstractmethod
+    def beyond(self, context: int) -> Rope:
+        """The table for sequences of more than `original_positions` tokens."""
+
+    @abstractmethod
+    def limit(self, context: int, max_positions: int) -> int:
+        """How many tokens the table for `context` is right for."""
 
     def at(self, context: int) -> Rope:
         """The table for sequences up to `context` tokens."""
-        if context <= self.original_positions:
-            return self.short
-        if self.long is not None:
-            return self.long
-        # NTK-aware scaling (bloc97, 2023), as transformers' "dynamic" applies it.
-        stretch = self.factor * context / self.original_positions - (self.factor - 1)
-        return replace(self.short, theta=self.short.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2)))
-
-    def limit(self, context: int, max_positions: int) -> int:
-        """How many tokens the table for `context` is right for."""
-        if context <= self.original_positions:
-            return self.original_positions
-        return max_positions if self.long is not None else context
+        return self.tables[0] if context <= self.original_positions else self.beyond(context)
 
     def note(self, context: int) -> str:
         """Which table was taken, for people."""
-        kind = "longrope" if self.long is not None else "dynamic"
         which = "within" if context <= self.original_positions else "beyond"
-        return f"the {kind} table is the one for sequences {which} {self.original_positions} tokens"
+        return f"the {self.kind} table is the one for sequences {which} {self.original_positions} tokens"
+
+
+@dataclass(frozen=True)
+class DynamicRope(RopeByContext):
+    """Dynamic NTK scaling, whose theta grows with the length.
+
+    Attributes:
+        rotary_dim: features of a head that turn.
+    """
+
+    kind: str = field(default="dynamic", init=False)
+    factor: float
+    rotary_dim: int
+
+    @property
+    def tables(self) -> tuple[Rope, ...]:
+        return (Rope(self.theta),)
+
+    def beyond(self, context: int) -> Rope:
+        # NTK-aware scaling (bloc97, 2023), as transformers' "dynamic" applies it.
+        stretch = self.factor * context / self.original_positions - (self.factor - 1)
+        return Rope(self.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2)))
+
+    def limit(self, context: int, max_positions: int) -> int:
+        return max(context, self.original_positions)
+
+
+@dataclass(frozen=True)
+class LongRope(RopeByContext):
+    """LongRoPE: one table up to the pretraining's context, another beyond.
+
+    Attributes:
+        short_factors, long_factors, attention_factor: as `Rope` has them.
+    """
+
+    kind: str = field(default="longrope", init=False)
+    attention_factor: float
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+
+    @property
+    def tables(self) -> tuple[Rope, ...]:
+        both = (self.short_factors, self.long_factors)
+        return tuple(
+            Rope(self.theta, "longrope", factors=factors, attention_factor=self.attention_factor) for factors in both
+        )
+
+    def beyond(self, context: int) -> Rope:
+        return self.tables[1]
+
+    def limit(self, context: int, max_positions: int) -> int:
+        return self.original_positions if context <= self.original_positions else max_positions
 
 
 @dataclass(frozen=True)
@@ -98,7 +148,7 @@ def read_ropes(
         if local_theta is None and local_theta_key is not None and SLIDING in kinds:
             raise reader.error("config-key-missing", f"{local_theta_key} is missing", why=_NO_THETA)
         if local_theta is not None or unscaled_windows:
-            local = Rope(_theta(rope) if local_theta is None else local_theta)
+            local = Rope(rope.theta if local_theta is None else local_theta)
         return tuple(local if kind == SLIDING else rope for kind in kinds)
     if local_theta is not None:
         raise reader.error("config-conflict", f"both {local_theta_key} and rope_parameters by layer type are given")
@@ -112,10 +162,6 @@ def read_ropes(
 
 
 _NO_THETA = "it differs between models, and a wrong one gives fluent nonsense; plait has no default"
-
-
-def _theta(rope: Rope | RopeByContext) -> float:
-    return (rope if isinstance(rope, Rope) else rope.short).theta
 
 
 def partial_factor(reader: ConfigReader, default: float = 1.0) -> float:
@@ -179,8 +225,8 @@ def read_rope(
         )
     found = KINDS[kind](own, theta, facts)
     own.finish()
-    for rope in (found,) if isinstance(found, Rope) else (found.short, found.long):
-        if rope is not None and (problem := rope.problem()):
+    for rope in (found,) if isinstance(found, Rope) else found.tables:
+        if problem := rope.problem():
             raise reader.error("config-rope", f"the rope parameters do not fit together: {problem}")
     return found
 
@@ -217,12 +263,12 @@ def _llama3(own: ConfigReader, theta: float, facts: RopeFacts) -> Rope:
     return Rope(theta, "llama3", factor, low, high, original)
 
 
-def _dynamic(own: ConfigReader, theta: float, facts: RopeFacts) -> RopeByContext:
+def _dynamic(own: ConfigReader, theta: float, facts: RopeFacts) -> DynamicRope:
     factor = _needed(own, "factor", "dynamic")
     if factor < 1 or facts.rotary_dim < 4:
         raise own.error("config-rope", f"dynamic scaling by {factor} of {facts.rotary_dim} features means nothing")
     # transformers takes the longest context for the original one.
-    return RopeByContext(Rope(theta), None, facts.max_positions, factor, facts.rotary_dim)
+    return DynamicRope(theta, facts.max_positions, factor, facts.rotary_dim)
 
 
 def magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -254,7 +300,7 @@ def _yarn(own: ConfigReader, theta: float, facts: RopeFacts) -> Rope:
     )
 
 
-def _longrope(own: ConfigReader, theta: float, facts: RopeFacts) -> RopeByContext:
+def _longrope(own: ConfigReader, theta: float, facts: RopeFacts) -> LongRope:
     original = _original(own, facts)
     if original < 2:
         raise own.error("config-rope", f"a pretraining with {original} token means nothing")
@@ -268,8 +314,8 @@ def _longrope(own: ConfigReader, theta: float, facts: RopeFacts) -> RopeByContex
         right = isinstance(factors, list) and all(type(item) in (int, float) and finite(item) for item in factors)
         if not right or len(factors) != facts.rotary_dim // 2:
             raise own.error("config-rope", f"{key!r} must list {facts.rotary_dim // 2} numbers, got {factors!r:.100}")
-        tables.append(Rope(theta, "longrope", factors=tuple(map(float, factors)), attention_factor=given))
-    return RopeByContext(tables[0], tables[1], original)
+        tables.append(tuple(map(float, factors)))
+    return LongRope(theta, original, given, *tables)
 
 
 KINDS: dict[str, Callable[[ConfigReader, float, RopeFacts], Rope | RopeByContext]] = {

@@ -7,7 +7,6 @@ from plait.frontend.config import AnyRope, Attention, DecoderConfig, Mlp
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.families.base import Family
 from plait.frontend.families.reading import layers, read_attentions, read_blocks, read_mlp, read_model, rms
-from plait.frontend.rope import RopeByContext
 from plait.frontend.views import View, rows_of
 
 ORIGINAL = 4096
@@ -41,7 +40,7 @@ def _read(reader: ConfigReader) -> DecoderConfig:
 
 
 def _known(rope: AnyRope | None) -> bool:
-    return rope.long is not None if isinstance(rope, RopeByContext) else rope is not None and rope.kind == "default"
+    return rope is not None and rope.kind in ("default", "longrope")
 
 
 def _views(config: DecoderConfig) -> dict[str, View]:

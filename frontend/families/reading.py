@@ -24,7 +24,7 @@ from plait.frontend.config import (
 )
 from plait.frontend.config_reader import ConfigReader
 from plait.frontend.files import MAX_DIM
-from plait.frontend.rope import FULL, SLIDING, RopeByContext, RopeFacts, partial_factor, read_ropes
+from plait.frontend.rope import FULL, SLIDING, DynamicRope, RopeFacts, partial_factor, read_ropes
 from plait.frontend.views import View
 from plait.words import counted
 
@@ -179,7 +179,7 @@ def _check_choice(reader: ConfigReader, own: Experts) -> None:
 def _max_positions(reader: ConfigReader, layers: Sequence[Layer]) -> int:
     """The longest sequence: dynamic scaling stretches what the config says by its factor."""
     ropes = [layer.attention.rope for layer in layers]
-    stretches = [rope.factor for rope in ropes if isinstance(rope, RopeByContext) and rope.long is None]
+    stretches = [rope.factor for rope in ropes if isinstance(rope, DynamicRope)]
     longest = reader.positive("max_position_embeddings") * max(stretches, default=1.0)
     if longest > MAX_DIM:
         raise reader.error("config-rope", f"scaling stretches the context to {longest:.3g} tokens")

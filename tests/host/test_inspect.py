@@ -15,7 +15,7 @@ from plait.frontend.families import read_config
 from plait.report.decoder import block_ranges, config_facts, config_lines
 from plait.spec import Support
 from tests.checkpoints import save, save_fp8, save_gguf
-from tests.families import FAMILIES
+from tests.families import FAMILIES, config_of
 from tests.host.command_line import config_file, plait
 from tests.host.test_every_config_key import written
 
@@ -41,6 +41,19 @@ def test_experts_and_dense_blocks_stand_apart() -> None:
     assert dense == "block 0: intermediate size 96, activation silu, gated"
     assert experts.startswith("blocks 1-2: experts, count 8, per token 3, intermediate size 32")
     assert "shared (intermediate size 32, activation silu, gated)" in experts
+
+
+def test_ropes_by_context_are_said_as_configs_say_them() -> None:
+    """What both tables have alike stands once, and nothing of the other kind stands there at all."""
+    (long,) = lines_of("phi3-longrope")["attention"]
+    assert long.endswith(
+        "rope (longrope, theta 10000, original positions 16, attention factor 1.5, "
+        "short factors 1, 1.1, 1.2, 1.3, 1.4, 1.5, long factors 2, 3, 4, 5, 6, 7), rotary dim 12"
+    )
+    config = config_of("llama", {}).to_dict() | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
+    config |= {"architectures": ["LlamaForCausalLM"], "rope_theta": 1e4}
+    said = dict(config_lines(read_config(config, "llama")))["attention"]
+    assert "rope (dynamic, theta 10000, original positions 512, factor 2, rotary dim 16)" in said
 
 
 def test_blocks_without_a_rope() -> None:
