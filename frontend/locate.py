@@ -11,6 +11,9 @@ from plait.words import counted
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIXES = (".safetensors", ".json", ".gguf", ".pt2", ".onnx")
 _WEIGHTS = tuple(suffix for suffix in SUFFIXES if suffix != ".json")
+ADAPTER = "adapter_config.json"
+"""Of PEFT."""
+
 OTHER_FORMATS = {
     ".bin": "a pickle, which can run code when it is opened",
     ".pt": "a pickle, which can run code when it is opened",
@@ -45,6 +48,7 @@ def index_of(path: Path) -> Path | None:
 
 def _find(path: Path) -> Path:
     """The one file that stands for the checkpoint."""
+    _refuse_adapter(path)
     if path.is_dir():
         return _find_in(_snapshot(path))
     if not path.exists():
@@ -64,6 +68,24 @@ def _find(path: Path) -> Path:
             why=f"known are {', '.join(SUFFIXES)} and directories",
         )
     return path
+
+
+def _refuse_adapter(path: Path) -> None:
+    """An adapter is no model: a folder with its config and no model's, or one of its files."""
+    folder, own = (path, True) if path.is_dir() else (path.parent, path.name.startswith("adapter_"))
+    folder = _snapshot(folder) if path.is_dir() else folder
+    config = folder / ADAPTER
+    models = (*folder.glob(f"*{INDEX_SUFFIX}"), folder / "model.safetensors", folder / "config.json")
+    if not own or not config.is_file() or (path.is_dir() and any(file.is_file() for file in models)):
+        return
+    base = read_json(config).get("base_model_name_or_path")
+    named = f", an adapter of {base!r:.200}" if isinstance(base, str) and base else ""
+    raise CheckpointError(
+        "checkpoint-adapter",
+        f"{path} is no model but a LoRA adapter as PEFT saves it",
+        why=f"it holds {ADAPTER}{named}; an adapter means nothing without the model it was made for",
+        hint=f"give the base model, and the adapter with it: --lora {folder}",
+    )
 
 
 def _snapshot(folder: Path) -> Path:

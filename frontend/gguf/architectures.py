@@ -24,7 +24,7 @@ class Architecture:
         keys: keys of the architecture -> keys of config.json.
         tensors: outside of the blocks -> fields of `Names`.
         parts: of a block -> fields of `Names`, perhaps with what follows; several for rows that are fused, in their
-            order.
+            order. Like llama.cpp, plait takes q, k and v fused or apart in all of them, and gate and up too.
         words: of config.json that every file of this architecture means.
         yarn: words of its YaRN that no key says.
         defaults: keys of the architecture that are hard-coded in llama.cpp where they are absent.
@@ -33,7 +33,7 @@ class Architecture:
         paired: the rows of q and k stand as rope pairs. Nothing in the file says so.
         plain_norms: the weight of a norm is its scale, whatever the family keeps.
         windows: `all` blocks have the window, or all but each `windows`-th; None where the architecture has none.
-        flags: words of config.json that say whether there is a tensor of this name.
+        flags: words of config.json that say whether there is a tensor of this name, or of one of these.
         partial: a part of a head may turn.
         big: number of blocks of the one size whose scores are scaled by hidden / heads, not by head_dim.
     """
@@ -51,7 +51,7 @@ class Architecture:
     paired: bool = False
     plain_norms: bool = False
     windows: int | str | None = None
-    flags: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False
     big: int | None = None
 
@@ -86,6 +86,7 @@ _ATTENTION = {
     "attn_q": ("q",),
     "attn_k": ("k",),
     "attn_v": ("v",),
+    "attn_qkv": ("q", "k", "v"),
     "attn_output": ("o",),
 }
 _MLP = {"ffn_norm": ("mlp_norm",), "ffn_gate": ("gate",), "ffn_up": ("up",), "ffn_down": ("down",)}
@@ -97,7 +98,6 @@ _EXPERTS = {
     "ffn_up_exps": ("experts.up_proj",),
     "ffn_down_exps": ("experts.down_proj",),
 }
-_FUSED = {"attn_norm": ("attention_norm",), "attn_qkv": ("q", "k", "v"), "attn_output": ("o",)}
 _POST_NORMS = {"post_attention_norm": ("after_attention",), "post_ffw_norm": ("after_mlp",)}
 
 _SILU = {"hidden_act": "silu"}
@@ -109,7 +109,7 @@ _SOFTMAX: dict[str, tuple[Any, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
     "expert_shared_count": (0,),
 }
-_BIAS = {"attention_bias": "attn_q.bias"}
+_BIAS = {"attention_bias": ("attn_q.bias", "attn_qkv.bias")}
 
 ARCHITECTURES: dict[str, Architecture] = {
     # Mistral's files say llama too.
@@ -180,7 +180,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "phi3",
         "Phi3ForCausalLM",
         _KEYS | {"rope.scaling.original_context_length": "original_max_position_embeddings"},
-        _FUSED | {"ffn_norm": ("mlp_norm",), "ffn_up": ("gate", "up"), "ffn_down": ("down",)},
+        _ATTENTION | _MLP,
         words=_SILU,
         fixed=_NO_EXPERTS,
         windows="all",
@@ -190,7 +190,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gpt2",
         "GPT2LMHeadModel",
         _GPT2_KEYS,
-        _FUSED | {"ffn_norm": ("mlp_norm",), "ffn_up": ("up",), "ffn_down": ("down",)},
+        _ATTENTION | {"ffn_norm": ("mlp_norm",), "ffn_up": ("up",), "ffn_down": ("down",)},
         TENSORS | {"position_embd": "positions"},
         words={"activation_function": "gelu_new"},
     ),

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from plait.errors import CheckpointError, PlaitError, UnsupportedError, UsageError
 from plait.frontend.checkpoint import Checkpoint, open_checkpoint
 from plait.frontend.lower import lower
+from tests.adapters import save_adapter
 from tests.checkpoints import CHAT_TEMPLATE, edit_config, save, save_gguf
 
 
@@ -170,6 +171,26 @@ def test_other_formats_are_refused_with_what_to_do(name: str, tmp_path: Path) ->
         error = refused(path, UnsupportedError)
         assert name in error.what
         assert "safetensors" in error.hint
+
+
+def test_an_adapter_is_no_model(tmp_path: Path, folder: Path) -> None:
+    """It is said whose it is, and how it is given; a model with an adapter's config beside it is still one."""
+    adapter = save_adapter(tmp_path / "adapter", folder)
+    snapshot = tmp_path / "cache" / "snapshots" / "1"
+    shutil.copytree(adapter, snapshot)
+    for path in (adapter, adapter / "adapter_model.safetensors", adapter / "adapter_config.json", tmp_path / "cache"):
+        error = refused(path)
+        where = snapshot if path.name == "cache" else adapter
+        assert (error.code, error.hint) == (
+            "checkpoint-adapter",
+            f"give the base model, and the adapter with it: --lora {where}",
+        )
+        assert "'some/model'" in error.why
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    assert refused(adapter).code == refused(adapter / "adapter_model.bin").code == "checkpoint-adapter"
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    shutil.copy(adapter / "adapter_config.json", whole)
+    assert open_checkpoint(whole).weights == open_checkpoint(whole / "model.safetensors").weights
 
 
 def test_nothing_there(tmp_path: Path, folder: Path) -> None:

@@ -278,7 +278,7 @@ def test_damaged_headers_are_refused(case: str, tmp_path: Path) -> None:
     "name",
     [
         "blk.0.ffn_gate_inp.weight",
-        "blk.0.attn_qkv.weight",
+        "blk.0.ffn_gate_up_exps.weight",
         "attn_q.weight",
         "blk.0.output.weight",
         "blk.0.attn_q.scale",

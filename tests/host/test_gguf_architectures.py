@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import plait
 from plait.backends.weights import read_weight
+from plait.errors import CheckpointError
 from plait.frontend.checkpoint import open_checkpoint
 from plait.frontend.config import Attention, DecoderConfig
 from plait.frontend.gguf.architectures import ARCHITECTURES
@@ -117,6 +118,65 @@ def test_quantised_models_agree_with_the_dequantised_ones(case: str, made: Made,
     architecture = keys.pop("general.architecture")
     wide = write_gguf(tmp_path / "f.gguf", architecture, keys, plain)
     assert off(logits(path), logits(wide)) < LIMIT
+
+
+FUSED: dict[str, dict[str, int]] = {"phi3": {"attn_qkv": 32, "ffn_up": 96}, "gpt2": {"attn_qkv": 64}}
+"""What the converter fuses, and the rows of the last of its parts; q and gate take the rest, k and v are alike."""
+
+PIECES = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
+
+
+def other_layout(case: str, tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """What is fused apart, and what stands apart fused."""
+    made = dict(tensors)
+    for name in tensors:
+        stem, _, rest = name.rpartition(".")
+        block, _, part = stem.rpartition(".")
+        last, parts = FUSED.get(case, {}).get(part), PIECES.get(part, ())
+        if last is not None:
+            value = made.pop(name)
+            ends = [len(value) - last * count for count in range(len(parts) - 1, 0, -1)]
+            made |= {f"{block}.{p}.{rest}": v for p, v in zip(parts, np.split(value, ends), strict=True)}
+        elif case not in FUSED and part in ("attn_q", "ffn_gate"):
+            whole = "attn_qkv" if part == "attn_q" else "ffn_up"
+            joined = np.concatenate([made.pop(f"{block}.{own}.{rest}") for own in PIECES[whole]])
+            made[f"{block}.{whole}.{rest}"] = joined
+    return made
+
+
+@pytest.mark.parametrize("case", ["llama", "llama biases", "mixtral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2"])
+def test_rows_fused_or_apart_are_the_same_weights(case: str, made: Made, tmp_path: Path) -> None:
+    """llama.cpp takes either; the rope pairs of llama stand inside the fused tensor."""
+    tensors, keys, architecture = convert(made(case)[0])
+    other, read = other_layout(case, tensors), []
+    assert "blk.0.attn_qkv.weight" in tensors.keys() ^ other.keys()
+    for name, stored in (("a", tensors), ("b", other)):
+        written = {tensor: ("Q8_0", values) for tensor, values in stored.items()}
+        checkpoint = open_checkpoint(write_gguf(tmp_path / f"{name}.gguf", architecture, keys, written))
+        lower(checkpoint)
+        assert checkpoint.weights is not None
+        read.append({name: read_weight(ref, "float32") for name, ref in checkpoint.weights.items()})
+    assert read[0].keys() == read[1].keys()
+    for name, values in read[0].items():
+        np.testing.assert_array_equal(values, read[1][name], err_msg=name)
+
+
+def test_what_stands_twice_or_does_not_fit_is_refused(made: Made, tmp_path: Path) -> None:
+    tensors, keys, architecture = convert(made("llama")[0])
+    other = other_layout("llama", tensors)
+    qkv = "blk.0.attn_qkv.weight"
+    for wrong, words in (
+        (tensors | {qkv: other[qkv]}, "model.layers.0.self_attn.q_proj.weight' twice"),
+        (other | {qkv: other[qkv][:-16]}, "'blk.0.attn_qkv.weight' has 112 rows"),
+        (tensors | {"blk.0.attn_k.weight": tensors["blk.0.attn_k.weight"][:-3]}, "no pairs of 2 heads"),
+    ):
+        written = {name: ("F32", values) for name, values in wrong.items()}
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(write_gguf(tmp_path / "m.gguf", architecture, keys, written))
+        assert words in caught.value.what
+    alone = {name: ("F32", values) for name, values in tensors.items() if "ffn_gate" not in name}
+    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_up.weight' has 96 rows"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", architecture, keys, alone))
 
 
 # --- transformers' own loader
