@@ -12,11 +12,21 @@ from math import prod
 from typing import Any
 
 from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
-from xdsl.ir import Attribute
+from xdsl.ir import Attribute, SSAValue
 
 from plait.ir.facts import Cost, Step
 from plait.ir.module import block_count, ops
-from plait.ir.ops import CACHING, SCORING, LogitsOp, OpaqueOp, PlaitOp, WeightOp
+from plait.ir.ops import (
+    CACHING,
+    SCORING,
+    ExpertsOp,
+    LinearOp,
+    LinearsOp,
+    LogitsOp,
+    OpaqueOp,
+    PlaitOp,
+    WeightOp,
+)
 from plait.ir.quant import held_dtype
 from plait.ir.types import Quant, dtype_bytes, dtype_name, tensor_bytes
 from plait.spec import ring_pages
@@ -25,12 +35,24 @@ from plait.spec import ring_pages
 FP8_BYTES = 1
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """The weights of a product: `columns` outputs from `inner` inputs; of a stack, those of one of its `experts`, of
+    which each token meets `chosen`."""
+
+    columns: int
+    inner: int
+    experts: int = 1
+    chosen: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class OpFacts:
-    """One op: its name (`plait.linear`), and its flops and bytes in a step."""
+    """One op: its name (`plait.linear`), and its flops and bytes in a step; `matrix` where it is a product."""
 
     name: str
     cost: Callable[[Step], Cost]
+    matrix: Matrix | None = None
 
 
 @dataclass(frozen=True)
@@ -262,7 +284,7 @@ def _kind(group: list[PlaitOp]) -> Any:
 def _facts(group: list[PlaitOp]) -> UnitFacts:
     results = [r.type for op in group if not isinstance(op, SCORING) for r in op.results]
     return UnitFacts(
-        ops=tuple(OpFacts(op.name, op.cost) for op in group),
+        ops=tuple(OpFacts(op.name, op.cost, _matrix(op)) for op in group),
         kv=tuple(
             KVFacts(
                 op.cache.kv_heads.data,
@@ -276,6 +298,26 @@ def _facts(group: list[PlaitOp]) -> UnitFacts:
         ),
         activation_bytes_per_token=sum(_bytes(kind) for kind in results),
     )
+
+
+def _matrix(op: PlaitOp) -> Matrix | None:
+    """The shape of a product's weights: of several on one input side by side, of experts gate and up."""
+    if isinstance(op, LinearOp | LogitsOp):
+        columns, inner = _shape(op.weight)
+        return Matrix(columns, inner)
+    if isinstance(op, LinearsOp):
+        shapes = [_shape(weight) for weight in op.weights]
+        return Matrix(sum(columns for columns, _ in shapes), shapes[0][1])
+    if isinstance(op, ExpertsOp):
+        experts, inner, hidden = _shape(op.gate)
+        return Matrix(2 * inner, hidden, experts, op.experts_per_token.value.data)
+    return None
+
+
+def _shape(value: SSAValue) -> tuple[int, ...]:
+    kind = value.type
+    assert isinstance(kind, TensorType)
+    return tuple(kind.get_shape())
 
 
 def _boundaries(number: dict[PlaitOp, int], count: int) -> tuple[int, ...]:

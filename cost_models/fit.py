@@ -1,0 +1,447 @@
+"""Fits what devices and engines reach on measured points.
+
+A quantity of a device (its bandwidth, the speed of its matrices ...) is a default times what its backend, its
+architecture and the device itself add, each on a log scale with a normal prior: a device without points takes its
+architecture's value, an architecture without points its backend's. Residuals are log ratios under a soft-l1 loss, so
+that an outlier counts linearly. scipy's trust-region least squares finds the mode; its curvature there gives the range
+of every value.
+
+Points are made elsewhere; nothing here reads files or models.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from plait.cost_models import serving
+from plait.cost_models.collectives import all_reduce_s
+from plait.cost_models.op_time import EXPERTS, KINDS, MATMUL, ATTENTION, Shard, Speeds, Work, seconds, unit_rows
+from plait.cost_models.profile import ModelProfile
+from plait.cost_models.tables import Floats
+from plait.ir.facts import Step
+from plait.spec import Device
+
+#: Tokens that one step takes of prompts.
+STEP_TOKENS = 8192
+
+#: Of the memory that weights leave, what engines give to KV; and what they keep for activations and workspaces.
+KV_SHARE, KEPT_BYTES = 0.9, 2e9
+
+#: The most requests an engine runs at once where nobody says.
+MOST_RUNNING = 2048
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number to fit: its default, and how far (as a log ratio) backends, architectures and devices stray from it."""
+
+    default: float
+    strays: tuple[float, float, float] = (0.4, 0.2, 0.15)
+    unit: str = ""
+    what: str = ""
+
+
+#: Shares are of what a large matmul or a streaming kernel reaches (`achieved`, `bandwidth_achieved`).
+DEVICE: dict[str, Quantity] = {
+    "bandwidth": Quantity(1.0, what="share of the achieved bandwidth: weights and activations"),
+    "expert_bandwidth": Quantity(0.8, what="share of the achieved bandwidth: weights of experts"),
+    "kv_bandwidth": Quantity(0.7, what="share of the achieved bandwidth: KV in attention"),
+    "matmul": Quantity(0.85, what="share of the achieved peak: matrices in 16 bits"),
+    "matmul_fp8": Quantity(0.75, what="the same in FP8"),
+    "matmul_fp4": Quantity(0.5, what="the same in FP4"),
+    "experts": Quantity(0.4, what="share of the achieved peak of their dtype: experts"),
+    "attention": Quantity(0.5, what="share of the achieved 16-bit peak: attention"),
+    "launch_s": Quantity(3e-6, (0.7, 0.3, 0.2), "s", "one kernel"),
+    "reduce_latency_s": Quantity(8e-6, (0.7, 0.3, 0.2), "s", "one round of an all-reduce"),
+    "link": Quantity(0.6, what="share of the nominal bandwidth to all peers"),
+}
+
+#: Strays: of an engine, of one of its generations.
+ENGINE: dict[str, Quantity] = {
+    "kernels": Quantity(1.0, (0.15, 0.15, 0.0), what="times the device's time"),
+    "prefill": Quantity(1.0, (0.3, 0.3, 0.0), what="times the device's time for prompts"),
+    "host_s": Quantity(2e-3, (1.0, 0.7, 0.0), "s", "host work of a step"),
+    "host_request_s": Quantity(1e-5, (1.0, 0.7, 0.0), "s", "host work of a step for each request"),
+    "first_s": Quantity(0.03, (0.7, 0.7, 0.0), "s", "before a prompt is run and after its token is made"),
+    "queue": Quantity(1.0, (0.7, 0.5, 0.0), what="times the wait of an M/D/1 queue"),
+    "burst": Quantity(0.1, (1.0, 1.0, 0.0), what="share of requests that the benchmark starts together"),
+}
+
+GLOBAL: dict[str, Quantity] = {"overlap": Quantity(3.0, (0.3, 0.0, 0.0), what="p of the norm of arithmetic and traffic")}
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """One measurement and all that the model needs to say what it expects.
+
+    Attributes:
+        device_label: whose quantities apply; the same chip under other terms has another label.
+        shard, stages: tensor and pipeline parallelism.
+        concurrency: requests in flight, or the batch; None where load is unlimited.
+        scenario: `serving` (continuous), `static` (one batch), `offline` (all at once, as many as fit).
+        metric: ttft, tpot, prompt, token, latency (seconds), throughput (output tokens per second).
+        group: what a held-out split keeps together.
+    """
+
+    id: str
+    profile: ModelProfile
+    device: Device
+    device_label: str
+    link_bytes_per_s: float
+    units: int
+    engine: str
+    generation: str
+    shard: Shard
+    stages: int
+    matmul_dtype: str
+    expert_dtype: str
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int | None
+    scenario: str
+    metric: str
+    value: float
+    group: tuple[str, str]
+
+
+def kv_room(point: Point) -> int:
+    """Requests whose KV fits beside the weights, over all devices and stages.
+
+    Weights of a stage are its share of the model; KV is counted at the full length where the engine admits a request
+    only if all of it fits (TensorRT-LLM), at half of the output where it counts on requests ending (vLLM, SGLang).
+    """
+    profile, shard = point.profile, point.shard
+    weights = _stored_bytes(profile, shard)
+    devices = shard.devices * point.stages
+    room = devices * (point.device.memory_bytes - KEPT_BYTES) - weights
+    heads = min((kv.kv_heads for unit in profile.blocks for kv in unit.facts.kv), default=1)
+    copies = max(1.0, shard.devices / heads)
+    grown = point.output_tokens * (1.0 if point.engine.startswith("trtllm") else 0.5)
+    tokens = point.prompt_tokens + grown
+    each = sum(
+        kv.bytes_per_token * shard.kv_ratio * copies * (tokens if kv.window is None else min(tokens, kv.window))
+        for unit in profile.blocks
+        for kv in unit.facts.kv
+    )
+    return max(1, int(KV_SHARE * room / each))
+
+
+def _stored_bytes(profile: ModelProfile, shard: Shard) -> float:
+    """Weights as they are stored: those of blocks by the ratio of their kind, tables as they are."""
+    total = float(profile.embed.weight_bytes + profile.head.weight_bytes)
+    for unit in profile.blocks:
+        experts = sum(size for name, size in unit.weights if "expert" in name)
+        total += experts * shard.expert_ratio + (unit.weight_bytes - experts) * shard.weight_ratio
+    return total
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """One kind of step of a point: its ops (on one device, all stages), and its all-reduces."""
+
+    rows: tuple[tuple[float, ...], ...]
+    reduces: float
+    reduced_bytes: float
+    requests: float
+    times: float = 1.0
+    """How many such steps make up what is asked."""
+
+
+def steps_of(profile: ModelProfile, shard: Shard, step: Step, times: float = 1.0) -> Steps:
+    counts = Counter(unit.facts for unit in profile.units)
+    rows = [row for facts, count in counts.items() for row in unit_rows(facts, step, shard, count)]
+    width = profile.boundary_bytes_per_token[0] if profile.boundary_bytes_per_token else 0
+    return Steps(tuple(rows), 2.0 * len(profile.blocks), float(step.tokens * width), float(len(step.query_lens)), times)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A point as steps: `decode` with `running` requests, `prompt` (one prompt beside them, or the batch's prompts)."""
+
+    point: Point
+    decode: Steps
+    prompts: tuple[Steps, ...]
+    prompt_share: float
+    """Prompts that `prompts` runs."""
+    running: float
+
+
+def case_of(point: Point, cache: dict[Any, Any]) -> Case:
+    """Cut a point into steps; equal ones are shared through `cache`."""
+    static = point.scenario == "static"
+    wanted = point.concurrency or MOST_RUNNING
+    running = wanted if static else min(wanted, kv_room(point), MOST_RUNNING)
+    batch = max(1, round(running / point.stages))
+    half = point.prompt_tokens + (point.output_tokens + 1) // 2
+    prompt, isl = (), point.prompt_tokens
+
+    def made(name: str, *what: Any) -> Steps:
+        key = (id(point.profile), point.shard, name, *what)
+        if key not in cache:
+            cache[key] = steps_of(point.profile, point.shard, *what)
+        found: Steps = cache[key]
+        return found
+
+    decode = made("decode", Step.decode(batch, half))
+    if static:
+        prompt = (made("prompt", Step((isl,) * running, (isl,) * running, running)),)
+        share = float(running)
+    elif point.scenario == "offline":
+        together = max(1, min(running, STEP_TOKENS // isl))
+        prompt = _chunks(made, isl, together, ())
+        share = float(together)
+    else:
+        prompt = _chunks(made, isl, 1, (half,) * max(0, batch - 1))
+        share = 1.0
+    return Case(point, decode, prompt, share, float(running))
+
+
+def _chunks(made: Callable[..., Steps], isl: int, together: int, beside: tuple[int, ...]) -> tuple[Steps, ...]:
+    """Steps that run prompts in chunks, with decoding requests beside them; equal full chunks are costed once at their
+    mean context."""
+    if isl <= STEP_TOKENS:
+        step = Step((isl,) * together + (1,) * len(beside), (isl,) * together + beside, together + len(beside))
+        return (made("prompt", step),)
+    full, rest = divmod(isl, STEP_TOKENS)
+    middle = STEP_TOKENS * (full + 1) // 2
+    out = [made("prompt", Step((STEP_TOKENS,) + (1,) * len(beside), (middle, *beside), 1 + len(beside)), float(full))]
+    if rest:
+        out.append(made("prompt", Step((rest,) + (1,) * len(beside), (isl, *beside), 1 + len(beside))))
+    return tuple(out)
+
+
+def _config(point: Point) -> tuple[Any, ...]:
+    """What makes two points one case: all but what was measured of it."""
+    return (
+        id(point.profile), point.device_label, point.engine, point.generation, point.shard, point.stages,
+        point.matmul_dtype, point.expert_dtype, point.prompt_tokens, point.output_tokens, point.concurrency, point.scenario,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """Which node of the hierarchy each quantity of a device or an engine adds up from.
+
+    Attributes:
+        nodes: (quantity, level name) in the order of the vector; levels are `backend/arch/device`, `engine/generation`.
+    """
+
+    nodes: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(points: Sequence[Point]) -> Names:
+        found: dict[tuple[str, str], None] = {}
+        for point in points:
+            for quantity in GLOBAL:
+                found[quantity, ""] = None
+            for level in device_levels(point):
+                found.update(dict.fromkeys((quantity, level) for quantity in DEVICE))
+            for level in engine_levels(point):
+                found.update(dict.fromkeys((quantity, level) for quantity in ENGINE))
+        return Names(tuple(found))
+
+    def strays(self) -> Floats:
+        return np.array([_quantity(name).strays[level.count("/")] for name, level in self.nodes])
+
+    def index(self) -> dict[tuple[str, str], int]:
+        return {node: i for i, node in enumerate(self.nodes)}
+
+
+def _quantity(name: str) -> Quantity:
+    return (GLOBAL | DEVICE | ENGINE)[name]
+
+
+def device_levels(point: Point) -> tuple[str, ...]:
+    backend, arch = point.device.backend, point.device.arch
+    return backend, f"{backend}/{arch}", f"{backend}/{arch}/{point.device_label}"
+
+
+def engine_levels(point: Point) -> tuple[str, ...]:
+    return point.engine, f"{point.engine}/{point.generation}"
+
+
+def value_of(name: str, levels: Sequence[str], logs: Mapping[tuple[str, str], float]) -> float:
+    """A quantity with what all its levels add; levels that were not fitted add nothing."""
+    return float(_quantity(name).default * np.exp(sum(logs.get((name, level), 0.0) for level in levels)))
+
+
+class Sheet:
+    """Cases as arrays: every op of every step of every case in one table, so that one call predicts all of them."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        cache: dict[Any, Any] = {}
+        cases: dict[tuple[Any, ...], Case] = {}
+        place: dict[tuple[Any, ...], int] = {}
+        self.at = np.empty(len(points), dtype=int)
+        for i, point in enumerate(points):
+            key = _config(point)
+            if key not in cases:
+                place[key] = len(cases)
+                cases[key] = case_of(point, cache)
+            self.at[i] = place[key]
+        self.points, self.cases = list(points), list(cases.values())
+        self._rows()
+        self._cases()
+        self.metric = np.array([point.metric for point in points])
+        self.value = np.array([point.value for point in points])
+
+    def _rows(self) -> None:
+        rows, step, self.owner, self.is_decode, times = [], [], [], [], []
+        reduces, reduced, requests = [], [], []
+        for c, case in enumerate(self.cases):
+            for steps, decode in ((case.decode, True), *((s, False) for s in case.prompts)):
+                merged: dict[tuple[float, ...], float] = {}
+                for row in steps.rows:
+                    merged[row[:-1]] = merged.get(row[:-1], 0.0) + row[-1]
+                rows += [(*row, count) for row, count in merged.items()]
+                step += [len(self.owner)] * len(merged)
+                self.owner.append(c)
+                self.is_decode.append(decode)
+                times.append(steps.times)
+                reduces.append(steps.reduces)
+                reduced.append(steps.reduced_bytes)
+                requests.append(steps.requests)
+        self.work, self.step = Work.of(rows), np.array(step)
+        self.owner, self.is_decode = np.array(self.owner), np.array(self.is_decode)
+        self.times, self.reduces, self.reduced, self.requests = map(np.array, (times, reduces, reduced, requests))
+
+    def _cases(self) -> None:
+        points = [case.point for case in self.cases]
+
+        def column(read: Callable[[Point], float]) -> Floats:
+            return np.array([read(point) for point in points], dtype=float)
+
+        self.bandwidth = column(lambda p: p.device.bandwidth_bytes_per_s)
+        self.bandwidth_achieved = column(lambda p: p.device.bandwidth_achieved)
+        self.link_rate = column(lambda p: p.link_bytes_per_s)
+        self.units = column(lambda p: p.units)
+        self.devices = column(lambda p: p.shard.devices)
+        self.output = column(lambda p: p.output_tokens)
+        self.running = np.array([case.running for case in self.cases])
+        self.prompts = np.array([case.prompt_share for case in self.cases])
+        self.concurrency = np.array([c.point.concurrency or c.running for c in self.cases], dtype=float)
+        self.scenario = np.array([point.scenario for point in points])
+        # Of each op: the peak it multiplies at, what a large matmul reaches of it, and the quantity that scales it.
+        owner = self.owner[self.step]
+        kinds = np.array(KINDS)[self.work.kind]
+        dtype = np.array([(p.matmul_dtype, p.expert_dtype) for p in points])[owner]
+        chosen = np.where(kinds == EXPERTS, dtype[:, 1], dtype[:, 0])
+        chosen = np.where(self.work.wide | ~np.isin(kinds, (MATMUL, EXPERTS)), "bfloat16", chosen)
+        rates = {
+            (c, name): (p.device.peak_flops_per_s[name], p.device.achieved.get(name, 1.0))
+            for c, p in enumerate(points)
+            for name in {"bfloat16", p.matmul_dtype, p.expert_dtype}
+        }
+        pairs = np.array([rates[c, name] for c, name in zip(owner, chosen, strict=True)])
+        self.peak, self.achieved = pairs[:, 0], pairs[:, 1]
+        speed = np.where(kinds == EXPERTS, "experts", np.where(kinds == ATTENTION, "attention", "matmul"))
+        for narrow in ("fp8", "fp4"):
+            speed = np.where((kinds == MATMUL) & (chosen == narrow), f"matmul_{narrow}", speed)
+        names = list(DEVICE)
+        self.speed = np.array([names.index(name) for name in speed])
+        self.is_expert = kinds == EXPERTS
+
+    def quantities(self, logs: Mapping[tuple[str, str], float]) -> tuple[dict[str, Floats], float]:
+        """Values per case, and the overlap."""
+        known: dict[tuple[str, tuple[str, ...]], float] = {}
+
+        def value(name: str, levels: tuple[str, ...]) -> float:
+            if (name, levels) not in known:
+                known[name, levels] = value_of(name, levels, logs)
+            return known[name, levels]
+
+        out = {}
+        for table, levels_of in ((DEVICE, device_levels), (ENGINE, engine_levels)):
+            levels = [levels_of(case.point) for case in self.cases]
+            for name in table:
+                out[name] = np.array([value(name, level) for level in levels])
+        return out, value_of("overlap", ("",), logs)
+
+    def predict(self, logs: Mapping[tuple[str, str], float]) -> Floats:
+        """What is expected of every point."""
+        q, overlap = self.quantities(logs)
+        owner = self.owner[self.step]
+        per_device = np.stack([q[name] for name in DEVICE])
+        efficiency = np.minimum(1.0, self.achieved * per_device[self.speed, owner])
+        weights = np.where(self.is_expert, q["expert_bandwidth"][owner], q["bandwidth"][owner])
+        stream = self.bandwidth[owner] * np.minimum(1.0, self.bandwidth_achieved[owner] * weights)
+        kv = self.bandwidth[owner] * np.minimum(1.0, (self.bandwidth_achieved * q["kv_bandwidth"])[owner])
+        at = Speeds(self.peak * efficiency, stream, kv, q["launch_s"][owner], self.units[owner], overlap)
+        ops = np.bincount(self.step, seconds(self.work, at) * self.work.count, len(self.owner))
+        link = self.link_rate * np.minimum(1.0, q["link"])
+        reduce = self.reduces * all_reduce_s(
+            self.reduced, self.devices[self.owner], link[self.owner], q["reduce_latency_s"][self.owner]
+        )
+        kernels = q["kernels"][self.owner] * np.where(self.is_decode, 1.0, q["prefill"][self.owner])
+        host = q["host_s"][self.owner] + q["host_request_s"][self.owner] * self.requests
+        each = serving.step_s(ops * kernels + reduce, host) * self.times
+        cases = len(self.cases)
+        decode = np.bincount(self.owner[self.is_decode], each[self.is_decode], cases)
+        prompt = np.bincount(self.owner[~self.is_decode], each[~self.is_decode], cases)
+        chunks = np.bincount(self.owner[~self.is_decode], self.times[~self.is_decode], cases)
+        return self._metrics(q, decode, prompt, chunks)
+
+    def _metrics(self, q: dict[str, Floats], decode: Floats, prompt: Floats, chunks: Floats) -> Floats:
+        # Beside decoding requests a prompt costs what it adds to their steps.
+        added = np.where(self.scenario == "serving", np.maximum(prompt - chunks * decode, 0.2 * prompt), prompt)
+        added = added / self.prompts
+        load = serving.Load(self.concurrency, self.running, self.output)
+        share = np.minimum(q["burst"], 1.0)
+        served = serving.mixed(
+            serving.burst(decode, added, load, first_s=q["first_s"]),
+            serving.steady(decode, added, load, first_s=q["first_s"], queue=q["queue"]),
+            share,
+        )
+        offline = serving.offline_tokens_per_s(decode, added, self.running, self.output)
+        online = self.concurrency * self.output / (served.ttft_s + self.output * served.tpot_s)
+        by_metric = {
+            "ttft": served.ttft_s,
+            "tpot": served.tpot_s,
+            "prompt": prompt,
+            "token": decode,
+            "latency": serving.static_batch_s(decode, prompt, self.output),
+            "throughput": np.where(self.scenario == "offline", offline, online),
+        }
+        out = np.empty(len(self.points))
+        for name, values in by_metric.items():
+            mine = self.metric == name
+            out[mine] = values[self.at[mine]]
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """The mode and the standard deviation of every node, on a log scale."""
+
+    logs: dict[tuple[str, str], float]
+    deviations: dict[tuple[str, str], float] = field(default_factory=dict)
+
+
+#: Noise of one log residual, and the size from which points of one group count as fewer than they are.
+NOISE, GROUP = 0.08, 40
+
+
+def fit(points: Sequence[Point], *, rounds: int = 60) -> Fitted:
+    """The quantities that explain the points best. Deterministic."""
+    from scipy.optimize import least_squares  # only the fit needs it
+
+    sheet, names = Sheet(points), Names.of(points)
+    sizes = Counter((point.group, point.metric) for point in points)
+    weight = np.array([min(1.0, (GROUP / sizes[p.group, p.metric]) ** 0.5) for p in points]) / NOISE
+    wanted, strays = np.log(sheet.value), names.strays()
+
+    def residuals(x: Floats) -> Floats:
+        r = (np.log(sheet.predict(dict(zip(names.nodes, x * strays, strict=True)))) - wanted) * weight
+        robust = np.sign(r) * np.sqrt(2 * (np.sqrt(1 + r * r) - 1))  # soft l1, on points alone
+        return np.concatenate([robust, x])
+
+    done = least_squares(residuals, np.zeros(len(names.nodes)), max_nfev=rounds, x_scale=1.0, ftol=1e-5)
+    spread = np.sqrt(np.diag(np.linalg.inv(done.jac.T @ done.jac))) * strays
+    return Fitted(
+        dict(zip(names.nodes, done.x * strays, strict=True)), dict(zip(names.nodes, spread, strict=True))
+    )
