@@ -111,7 +111,7 @@ class Tokenizer:
             CheckpointError: `chat-template-missing`, `chat-template-invalid`.
             UserError: `chat-message`; `chat-template`: the template refuses these messages.
         """
-        template = self._compiled()
+        template = self.template()
         for message in messages:
             if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
                 raise UserError(
@@ -133,6 +133,24 @@ class Tokenizer:
                 "chat-template", "the chat template fails on these messages", why=f"{type(err).__name__}: {err!s:.500}"
             ) from err
 
+    def template(self) -> jinja2.Template:
+        """The chat template. Raises CheckpointError as `render_chat`."""
+        if self._template is None:
+            if self._template_text is None:
+                raise CheckpointError(
+                    "chat-template-missing",
+                    f"the checkpoint of {self._source} has no chat template",
+                    hint="send plain text instead of messages",
+                )
+            try:
+                self._template = _environment().from_string(self._template_text)
+            except Exception as err:  # also what is nested too deep
+                where = f"line {err.lineno}" if isinstance(err, jinja2.TemplateSyntaxError) else type(err).__name__
+                raise CheckpointError(
+                    "chat-template-invalid", "the chat template is not valid", why=f"{where}: {err!s:.500}"
+                ) from err
+        return self._template
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         with library(self._source):
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -151,23 +169,6 @@ class Tokenizer:
 
     def _name(self, token_id: int | None) -> str:
         return (self._tokenizer.id_to_token(token_id) or "") if token_id is not None else ""
-
-    def _compiled(self) -> jinja2.Template:
-        if self._template is None:
-            if self._template_text is None:
-                raise CheckpointError(
-                    "chat-template-missing",
-                    f"the checkpoint of {self._source} has no chat template",
-                    hint="send plain text instead of messages",
-                )
-            try:
-                self._template = _environment().from_string(self._template_text)
-            except Exception as err:  # also what is nested too deep
-                where = f"line {err.lineno}" if isinstance(err, jinja2.TemplateSyntaxError) else type(err).__name__
-                raise CheckpointError(
-                    "chat-template-invalid", "the chat template is not valid", why=f"{where}: {err!s:.500}"
-                ) from err
-        return self._template
 
 
 @contextmanager

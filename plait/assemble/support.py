@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Attribute
 
+from plait.cost_models.catalogue import resolve
 from plait.cost_models.memory import keeps_quantised
 from plait.cost_models.profile import ModelProfile, profile
-from plait.errors import MissingDependencyError
+from plait.errors import MissingDependencyError, UsageError, UserError
 from plait.ir.types import PackedType
-from plait.registry import backend_names, load_backend
-from plait.spec import Device
+from plait.registry import backend_names, load_backend, out_of_tree
+from plait.spec import Device, parse_targets
 
 TARGETS = "h100,b200,mi300,mi355,v5e,cpu"
 """Asked where nothing is said: one chip of each backend and generation that answers otherwise."""
@@ -52,6 +53,27 @@ def support(module: ModuleOp, devices: Iterable[Device]) -> list[Answer]:
     for device in devices:
         different.setdefault((device.backend, device.arch), device)
     return [_answer(module, model, device) for device in different.values()]
+
+
+def support_of(module: ModuleOp, targets: str) -> list[Answer]:
+    """`support` of a list of targets. One that nothing can be planned on (its memory is taken, its numbers are not
+    published) refuses all, with the reason.
+
+    Raises:
+        UsageError: a target that is unknown.
+    """
+    different: dict[tuple[str, str], Device | Answer] = {}
+    for target in parse_targets(targets):
+        try:
+            for device in resolve(replace(target, count=1), backends=out_of_tree()):
+                different.setdefault((device.backend, device.arch), device)
+        except UsageError:
+            raise
+        except UserError as error:
+            why = ": ".join(filter(None, (error.what, error.why)))
+            different.setdefault(("", target.name), Answer(target.name, str(target), "nowhere", {"all": why}))
+    model = profile(module)
+    return [held if isinstance(held, Answer) else _answer(module, model, held) for held in different.values()]
 
 
 def _answer(module: ModuleOp, model: ModelProfile, device: Device) -> Answer:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli.options import Json
-from plait.errors import CheckpointError, UsageError
+from plait.errors import CheckpointError, PlaitError, UsageError
 from plait.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from plait.cli.screen import Screen
+    from plait.frontend.checkpoint import Checkpoint
 
 NAME = "inspect"
 
@@ -110,8 +111,8 @@ def _checkpoint(screen: Screen, path: Path, config: Path | None, targets: str | 
         ("weights", stored),
         ("KV cache", f"{bytes_text(kv)} per token of context, in {found['dtype']}"),
         ("max positions", f"{found['max_positions']:,} tokens"),
-        ("tokenizer", "yes" if found["tokenizer"] else "none: token ids only"),
-        ("chat template", "yes" if found["chat_template"] else "none"),
+        ("tokenizer", _text_state(found, "tokenizer", "none: token ids only")),
+        ("chat template", _text_state(found, "chat_template", "none")),
         *lines,
         *(("note", note) for note in found["notes"]),
     ]
@@ -125,6 +126,30 @@ def _checkpoint(screen: Screen, path: Path, config: Path | None, targets: str | 
     if found["next"]:
         screen.next(found["next"])
     screen.result({"checkpoint": found})
+
+
+def _text_state(found: dict[str, Any], part: str, none: str) -> str:
+    if problem := found["problems"].get(part):
+        return f"damaged: {problem}"
+    return "yes" if found[part] else none
+
+
+def _text_problems(checkpoint: Checkpoint) -> dict[str, str]:
+    """What is wrong with the tokenizer and with the chat template; nothing of what is not there."""
+    from plait.frontend.tokenizer import Tokenizer
+
+    problems: dict[str, str] = {}
+    if checkpoint.tokenizer is None:
+        return problems
+    part = "tokenizer"
+    try:
+        tokenizer = Tokenizer.open(checkpoint.tokenizer, chat_template=checkpoint.chat_template)
+        if checkpoint.chat_template is not None:
+            part = "chat_template"
+            tokenizer.template()
+    except PlaitError as err:
+        problems[part] = ": ".join(filter(None, (err.what, err.why)))
+    return problems
 
 
 def _show_targets(screen: Screen, answers: list[dict[str, Any]]) -> None:
@@ -141,6 +166,7 @@ def _show_targets(screen: Screen, answers: list[dict[str, Any]]) -> None:
             for name, ways in answer["weights"].items()
         ]
         takes = f"refuses {len(answer['refused'])}" if reasons else "every op"
+        takes = "nothing" if "all" in answer["refused"] else takes
         rows.append([answer["device"], answer["target"], takes, "; ".join(held)])
         refused += [
             f"{answer['device']} refuses {'it' if op == 'all' else op}"
@@ -175,17 +201,15 @@ def _read(
     path: Path, config: Path | None, targets: str | None, context: int | None
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """`checkpoint_facts`, and the config in words."""
-    from plait.assemble.support import TARGETS, format_name, support, takers
+    from plait.assemble.support import TARGETS, format_name, support_of, takers
     from plait.cli.options import PlanOptions
-    from plait.cost_models.catalogue import cluster_for
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
     from plait.frontend.lower import lower, unused_tensors
     from plait.ir import weights
     from plait.pull import pulled
-    from plait.registry import out_of_tree
     from plait.report.decoder import config_facts, config_lines
-    from plait.spec import parse_targets, parts
+    from plait.spec import parts
 
     try:
         opened = open_checkpoint(path, config)
@@ -196,7 +220,6 @@ def _read(
         raise UsageError(
             "inspect-context", f"--context {context}", why=f"{opened.name} has {opened.max_positions:,} positions"
         )
-    devices = cluster_for(parse_targets(targets or TARGETS), backends=out_of_tree()).devices
     checkpoint = opened.at(longest)
     module = lower(checkpoint)
     refs = checkpoint.weights
@@ -204,7 +227,7 @@ def _read(
     # Weights that are rows of one tensor (fused q, k and v) name one range of the file.
     ranges = {(part.file, part.offset): part for ref in (refs or {}).values() for part in parts(ref)}
     stored = None if refs is None else list(ranges.values())
-    answers = support(module, devices)
+    answers = support_of(module, targets or TARGETS)
     taken = takers(answers)
     quantised = {own.name: own.kind for unit in model.units for own in unit.quantised}
     asked = PlanOptions(path, targets=",".join(taken if targets else taken[:1]), config=config, context=context)
@@ -220,6 +243,7 @@ def _read(
         "notes": list(opened.notes(longest)),
         "tokenizer": checkpoint.tokenizer is not None,
         "chat_template": checkpoint.chat_template is not None,
+        "problems": _text_problems(checkpoint),
         "tensors": None if stored is None else _by_encoding((part.encoding, part.nbytes) for part in stored),
         "quantised": dict(Counter(map(format_name, quantised.values()))),
         "files": {str(name): size for name, (size, _) in checkpoint.files.items()},

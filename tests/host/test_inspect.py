@@ -10,11 +10,12 @@ import pytest
 
 from plait.assemble.support import AS_STORED, TARGETS, by_reason, support
 from plait.cli.inspect import checkpoint_facts
+from plait.cost_models.catalogue import entries
 from plait.errors import UsageError
 from plait.frontend.families import read_config
 from plait.report.decoder import block_ranges, config_facts, config_lines
 from plait.spec import Support
-from tests.checkpoints import save, save_fp8, save_gguf
+from tests.checkpoints import save, save_fp8, save_gguf, save_tokenizer
 from tests.families import FAMILIES, config_of
 from tests.host.command_line import config_file, plait
 from tests.host.test_every_config_key import written
@@ -161,6 +162,47 @@ def test_what_is_refused_is_named_with_its_blocks(tmp_path: Path, monkeypatch: p
 def test_a_device_without_a_backend(tmp_path: Path) -> None:
     result = plait("inspect", config_file(tmp_path), "--targets", "m3-ultra")
     assert result.exit_code == 0 and "m3-ultra refuses it: there is no backend for metal" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [(b"{", "EOF while parsing"), (b"{}", "Model missing"), (b"\xff", "is not UTF-8 text"), (b"", "EOF")],
+)
+def test_a_tokenizer_that_does_not_work_is_said_to_be_damaged(tmp_path: Path, data: bytes, says: str) -> None:
+    folder = config_file(tmp_path).parent
+    (folder / "tokenizer.json").write_bytes(data)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    facts = checkpoint_facts(folder, targets="cpu")
+    assert facts["tokenizer"] and facts["problems"].keys() == {"tokenizer"}
+    assert says in facts["problems"]["tokenizer"]
+    result = plait("inspect", folder, "--targets", "cpu")
+    row = next(line for line in result.stdout.splitlines() if line.startswith("tokenizer"))
+    assert result.exit_code == 0 and "damaged: " in row
+
+
+def test_a_chat_template_that_is_none_is_said_to_be_damaged(tmp_path: Path) -> None:
+    folder = config_file(tmp_path).parent
+    save_tokenizer(folder)
+    assert checkpoint_facts(folder, targets="cpu")["problems"] == {}
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    problem = checkpoint_facts(folder, targets="cpu")["problems"]["chat_template"]
+    assert problem.startswith("the chat template is not valid: line 1")
+    shown = " ".join(plait("inspect", folder, "--targets", "cpu").stdout.split())
+    assert f"tokenizer yes chat template damaged: {problem}" in shown
+
+
+def test_a_host_without_free_memory_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is a chip that is only announced: the others are asked all the same."""
+    monkeypatch.setattr("plait.cost_models.host.memory_bytes", lambda: (1 << 34, 300 << 20))
+    answers = checkpoint_facts(config_file(tmp_path))["targets"]
+    assert [answer["device"] for answer in answers if answer["refused"]] == ["cpu"]
+    assert "cpu has no memory left for a slice: 314572800 bytes are free" in answers[-1]["refused"]["all"]
+    shown = plait("inspect", config_file(tmp_path))
+    assert shown.exit_code == 0 and "cpu refuses it: cpu has no memory left" in shown.stdout
+    announced = next(entry.label for entry in entries() if entry.status == "announced")
+    asked = plait("inspect", config_file(tmp_path), "--targets", f"h100,{announced}")
+    assert asked.exit_code == 0 and f"{announced} refuses it:" in asked.stdout and "nothing" in asked.stdout
+    assert plait("inspect", config_file(tmp_path), "--targets", "h100,nonsense").exit_code == 64
 
 
 def test_a_backend_whose_wheel_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
