@@ -320,7 +320,7 @@ def _chosen(slices: list[dict[str, Any]], part: int | None, path: Path) -> list[
 
 def _code(screen: Screen, path: Path, item: dict[str, Any], *, why: bool) -> None:
     """The machine code of one slice."""
-    from plait.cli.tables import facts, table
+    from plait.cli.tables import facts, fitted
     from plait.report.code import code_of, slice_code
 
     code = code_of(*slice_code(path / item["folder"]))
@@ -329,7 +329,8 @@ def _code(screen: Screen, path: Path, item: dict[str, Any], *, why: bool) -> Non
         return
     screen.show(f"machine code of {item['folder']}, {item['target']}", style="bold")
     screen.show(facts(code.totals))
-    screen.show(table(code.columns, code.rows, right=code.numbers))
+    for part in fitted(code.columns, code.rows, screen.width, keys=code.keys, right=code.numbers):
+        screen.show(part)
     if code.failed:
         screen.show(facts(code.failed, title="checks that failed"))
     if why and code.why:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NUMBERS = ("slice", "layers", "weights", "KV", "prefill", "decode", "needed", "free", "short by")
 
 #: Columns whose words are copied into commands.
-COPIED = ("name", "target", "device", "slice")
+COPIED = ("name", "target", "device", "slice", "kernel", "program")
 
 #: Most characters of a word that decide how narrow a column can get.
 WORD = 12
@@ -60,6 +60,31 @@ def table(
     for line in lines[1:]:
         made.add_row(*line)
     return made
+
+
+def fitted(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    width: int,
+    *,
+    keys: int = 1,
+    right: Iterable[str] = NUMBERS,
+) -> Iterable[Table]:
+    """A table; where it is wider than `width`, several of some columns each, with the first `keys` columns in all."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    def made(chosen: Iterable[int]) -> Table:
+        kept = [*range(keys), *chosen]
+        return table([columns[i] for i in kept], [[row[i] for i in kept] for row in lines], right=right)
+
+    lines, console, chosen = list(rows), Console(width=10_000), list[int]()
+    for column in range(keys, len(columns)):
+        if chosen and Measurement.get(console, console.options, made([*chosen, column])).minimum > width:
+            yield made(chosen)
+            chosen = []
+        chosen.append(column)
+    yield made(chosen)
 
 
 def facts(rows: Iterable[tuple[str, str]], title: str = "") -> Table:

@@ -26,7 +26,7 @@ class Code:
 
     Attributes:
         none: why there is no machine code; empty where there is.
-        columns, rows: the table; `numbers` are the columns that hold numbers.
+        columns, rows: the table; `numbers` are the columns that hold numbers, the first `keys` tell rows apart.
         totals: of the whole slice, by name.
         failed: what the checks of its binaries found, by row.
         why: why each row is as it is.
@@ -36,6 +36,7 @@ class Code:
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     numbers: tuple[str, ...] = ()
+    keys: int = 1
     totals: tuple[tuple[str, str], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
     why: tuple[tuple[str, str], ...] = ()
@@ -97,6 +98,7 @@ def _kernels(report: Report, files: Mapping[str, int]) -> Code:
         columns=_KERNEL_COLUMNS,
         rows=tuple(map(_kernel_row, kernels)),
         numbers=_KERNEL_NUMBERS,
+        keys=2,
         totals=totals,
         failed=failed,
         why=tuple((name, str(row["why"])) for name, row in named),

@@ -121,6 +121,24 @@ def test_inspect_shows_every_kernel_with_what_it_uses(artifact: Path) -> None:
     assert "every binary passed" in text and "made with triton" in text
 
 
+def test_at_80_columns_nothing_is_cut(artifact: Path) -> None:
+    """The table goes on below, with the names of the kernels again; every cell of the wide one is there, unbroken."""
+    narrow = plait("inspect", artifact, "--slice", "0", env={"COLUMNS": "80"}).stdout
+    lines = narrow[narrow.index("machine code of") :].splitlines()
+    assert max(map(len, lines)) <= 80
+    code = code_of(report_of(artifact), {})
+    heads = [at for at, line in enumerate(lines) if line.split()[:2] == ["kernel", "rows"]]
+    assert len(heads) > 1
+    said = [word for at in heads for word in re.split(r"\s{2,}", lines[at].strip())]
+    assert {name for word in said for name in word.split()} >= {n for name in code.columns for n in name.split()}
+    for number, row in enumerate(code.rows):
+        parts = [lines[at + 2 + number].split() for at in heads]
+        assert all(words[: len(row[0].split())] == row[0].split() for words in parts)
+        assert [word for cell in row[2:] for word in cell.split()] == [
+            word for words in parts for word in words[len(f"{row[0]} {row[1]}".split()) :]
+        ]
+
+
 def test_json_carries_everything(artifact: Path) -> None:
     data = json.loads(plait("inspect", artifact, "--json").stdout)["artifact"]
     code, host = (item["code"] for item in data["slices"])
