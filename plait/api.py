@@ -281,6 +281,8 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         raise pulled(err, asked.model) from err.__cause__
     workload = asked.workload if asked.workload_asked else _within(asked.workload, checkpoint.max_positions)
     notes = checkpoint.notes(workload.context_tokens)
+    if workload != asked.workload:
+        notes = (*notes, _shortened_note(asked.workload, workload, checkpoint))
     checkpoint = checkpoint.at(workload.context_tokens)
     check_backends = check_backends or isinstance(checkpoint.config, ProgramConfig)  # most of them refuse it
     progress("lower", 0, 1)
@@ -320,7 +322,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
         slices.append(replace(item, quantize=kind, group_size=group_size))
         if kind is not None:
             quantise_blocks(module, *item.blocks, kind, group_size)
-    notes = (*notes, *(_merged_note(adapter, checkpoint) for adapter in adapters))
+    notes = (*notes, *(_merged_note(adapter, checkpoint) for adapter in adapters), *_unquantised_notes(asked, plan))
     plan = replace(plan, slices=tuple(slices), notes=notes or None, kv_dtype=asked.kv_dtype)
     return Planned(checkpoint, module, plan, adapters)
 
@@ -341,6 +343,23 @@ def _quantised(checkpoint: Checkpoint, module: ModuleOp, choices: Mapping[str, C
             made[choice] = module.clone()
             quantise_blocks(made[choice], *block_range(module), *choice)
     return {device: made[choice] for device, choice in choices.items()}
+
+
+def _shortened_note(asked: Workload, workload: Workload, checkpoint: Checkpoint) -> str:
+    """What a user should know of a default that was not taken as it is."""
+    before, now = (f"{each.prompt_tokens} + {each.output_tokens}" for each in (asked, workload))
+    room = counted(checkpoint.max_positions, "position")
+    return f"the workload {asked.name} is shortened from {before} to {now} tokens: {checkpoint.name} has {room}"
+
+
+def _unquantised_notes(asked: Request, plan: Plan) -> Iterator[str]:
+    """What was to be quantised where nothing lies. Of a kind for all devices an idle one says nothing new."""
+    if len(asked.quantize) == len(asked.cluster.devices) and len(set(asked.quantize.values())) == 1:
+        return
+    placed = {name for item in plan.slices for name in item.devices}
+    for device, (kind, _) in asked.quantize.items():
+        if device not in placed:
+            yield f"nothing is quantised to {kind} on {device}: the plan places nothing there"
 
 
 def _merged_note(adapter: Adapter, checkpoint: Checkpoint) -> str:

@@ -63,6 +63,28 @@ def test_the_plan_says_what_it_was_planned_for(tmp_path):
     text = plait("plan", short, *TWO).stdout
     assert "chat: 8 requests of 512 + 256 tokens" in text
     assert "plan of short: 6 layers in bfloat16, for 8 requests of 66 + 34 tokens" in text
+    note = "the workload chat is shortened from 512 + 256 to 66 + 34 tokens: short has 100 positions"
+    assert note in " ".join(text.split())
+    notes = json.loads(plait("plan", short, *TWO, "--json").stdout)["plan"]["notes"]
+    assert notes == [note]
+    for words in (("--context", "100"), ("--workload", "chat", "--context", "60")):
+        assert "shortened" not in plait("plan", short, *TWO, *words).stdout
+
+
+def test_quantising_where_nothing_lies_is_said(model):
+    """And a device that is not there at all is refused."""
+    words = ("--targets", "h100,mi300", "--layers", "6,0")
+    for asked, notes in (
+        ("mi300=int4", ["nothing is quantised to int4 on mi300x.0: the plan places nothing there"]),
+        ("h100=fp8,mi300=int8", ["nothing is quantised to int8 on mi300x.0: the plan places nothing there"]),
+        ("h100=int4", None),
+        ("int4", None),
+    ):
+        result = plait("plan", model, *words, "--quantize", asked, "--json")
+        assert json.loads(result.stdout)["plan"].get("notes") == notes, result.stderr
+    assert "nothing is quantised to int4" in plait("plan", model, *words, "--quantize", "mi300=int4").stdout
+    absent = plait("plan", model, "--targets", "mi300", "--quantize", "h100=int4")
+    assert absent.exit_code == 64 and "no device 'h100' to quantise for" in absent.stderr
 
 
 def test_no_compile_is_proposed_where_no_backend_is(model):
