@@ -32,6 +32,9 @@ STEP_TOKENS = 8192
 #: Of the memory that weights leave, what engines give to KV; and what they keep for activations and workspaces.
 KV_SHARE, KEPT_BYTES = 0.9, 2e9
 
+#: Of the nominal bandwidth, the most that any kernel streams; refresh and row changes take the rest.
+MOST_BANDWIDTH = 0.95
+
 #: The most requests an engine runs at once where nobody says.
 MOST_RUNNING = 2048
 
@@ -63,8 +66,8 @@ DEVICE: dict[str, Quantity] = {
 
 #: Strays: of an engine, of one of its generations.
 ENGINE: dict[str, Quantity] = {
-    "kernels": Quantity(1.0, (0.15, 0.15, 0.0), what="times the device's time"),
-    "prefill": Quantity(1.0, (0.3, 0.3, 0.0), what="times the device's time for prompts"),
+    "launches": Quantity(1.0, (0.3, 0.3, 0.0), what="times the launches of a device: what is fused, graphs"),
+    "prefill": Quantity(1.2, (0.2, 0.3, 0.0), what="times the device's time for prompts, at least once"),
     "host_s": Quantity(2e-3, (1.0, 0.7, 0.0), "s", "host work of a step"),
     "host_request_s": Quantity(1e-5, (1.0, 0.7, 0.0), "s", "host work of a step for each request"),
     "first_s": Quantity(0.03, (0.7, 0.7, 0.0), "s", "before a prompt is run and after its token is made"),
@@ -248,8 +251,14 @@ class Names:
     def strays(self) -> Floats:
         return np.array([_quantity(name).strays[level.count("/")] for name, level in self.nodes])
 
-    def index(self) -> dict[tuple[str, str], int]:
-        return {node: i for i, node in enumerate(self.nodes)}
+    def independent(self, points: Sequence[Point]) -> list[tuple[list[int], list[Any]]]:
+        """Nodes that no point shares, to be moved at once: of one quantity on one level. With the points of each."""
+        levels = [("", *device_levels(point), *engine_levels(point)) for point in points]
+        rows = {level: np.array([level in mine for mine in levels]) for _, level in self.nodes}
+        sets: dict[tuple[str, int], list[int]] = {}
+        for j, (name, level) in enumerate(self.nodes):
+            sets.setdefault((name, level.count("/")), []).append(j)
+        return [(members, [rows[self.nodes[j][1]] for j in members]) for members in sets.values()]
 
 
 def _quantity(name: str) -> Quantity:
@@ -268,6 +277,12 @@ def engine_levels(point: Point) -> tuple[str, ...]:
 def value_of(name: str, levels: Sequence[str], logs: Mapping[tuple[str, str], float]) -> float:
     """A quantity with what all its levels add; levels that were not fitted add nothing."""
     return float(_quantity(name).default * np.exp(sum(logs.get((name, level), 0.0) for level in levels)))
+
+
+def _distinct(levels: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], Any]:
+    """The different ones, and where each stands among them."""
+    kinds = list(dict.fromkeys(levels))
+    return kinds, np.array([kinds.index(level) for level in levels])
 
 
 class Sheet:
@@ -326,6 +341,8 @@ class Sheet:
         self.prompts = np.array([case.prompt_share for case in self.cases])
         self.concurrency = np.array([c.point.concurrency or c.running for c in self.cases], dtype=float)
         self.scenario = np.array([point.scenario for point in points])
+        self.device_levels = _distinct([device_levels(point) for point in points])
+        self.engine_levels = _distinct([engine_levels(point) for point in points])
         # Of each op: the peak it multiplies at, what a large matmul reaches of it, and the quantity that scales it.
         owner = self.owner[self.step]
         kinds = np.array(KINDS)[self.work.kind]
@@ -348,18 +365,10 @@ class Sheet:
 
     def quantities(self, logs: Mapping[tuple[str, str], float]) -> tuple[dict[str, Floats], float]:
         """Values per case, and the overlap."""
-        known: dict[tuple[str, tuple[str, ...]], float] = {}
-
-        def value(name: str, levels: tuple[str, ...]) -> float:
-            if (name, levels) not in known:
-                known[name, levels] = value_of(name, levels, logs)
-            return known[name, levels]
-
         out = {}
-        for table, levels_of in ((DEVICE, device_levels), (ENGINE, engine_levels)):
-            levels = [levels_of(case.point) for case in self.cases]
+        for table, (levels, place) in ((DEVICE, self.device_levels), (ENGINE, self.engine_levels)):
             for name in table:
-                out[name] = np.array([value(name, level) for level in levels])
+                out[name] = np.array([value_of(name, level, logs) for level in levels])[place]
         return out, value_of("overlap", ("",), logs)
 
     def predict(self, logs: Mapping[tuple[str, str], float]) -> Floats:
@@ -369,17 +378,17 @@ class Sheet:
         per_device = np.stack([q[name] for name in DEVICE])
         efficiency = np.minimum(1.0, self.achieved * per_device[self.speed, owner])
         weights = np.where(self.is_expert, q["expert_bandwidth"][owner], q["bandwidth"][owner])
-        stream = self.bandwidth[owner] * np.minimum(1.0, self.bandwidth_achieved[owner] * weights)
-        kv = self.bandwidth[owner] * np.minimum(1.0, (self.bandwidth_achieved * q["kv_bandwidth"])[owner])
-        at = Speeds(self.peak * efficiency, stream, kv, q["launch_s"][owner], self.units[owner], overlap)
+        stream = self.bandwidth[owner] * np.minimum(MOST_BANDWIDTH, self.bandwidth_achieved[owner] * weights)
+        kv = self.bandwidth[owner] * np.minimum(MOST_BANDWIDTH, (self.bandwidth_achieved * q["kv_bandwidth"])[owner])
+        at = Speeds(self.peak * efficiency, stream, kv, (q["launch_s"] * q["launches"])[owner], self.units[owner], overlap)
         ops = np.bincount(self.step, seconds(self.work, at) * self.work.count, len(self.owner))
         link = self.link_rate * np.minimum(1.0, q["link"])
         reduce = self.reduces * all_reduce_s(
             self.reduced, self.devices[self.owner], link[self.owner], q["reduce_latency_s"][self.owner]
         )
-        kernels = q["kernels"][self.owner] * np.where(self.is_decode, 1.0, q["prefill"][self.owner])
+        slower = np.where(self.is_decode, 1.0, np.maximum(1.0, q["prefill"][self.owner]))
         host = q["host_s"][self.owner] + q["host_request_s"][self.owner] * self.requests
-        each = serving.step_s(ops * kernels + reduce, host) * self.times
+        each = serving.step_s(ops * slower + reduce, host) * self.times
         cases = len(self.cases)
         decode = np.bincount(self.owner[self.is_decode], each[self.is_decode], cases)
         prompt = np.bincount(self.owner[~self.is_decode], each[~self.is_decode], cases)
@@ -425,8 +434,11 @@ class Fitted:
 #: Noise of one log residual, and the size from which points of one group count as fewer than they are.
 NOISE, GROUP = 0.08, 40
 
+#: Step of the differences that make the Jacobian, in standard deviations of the prior.
+_MOVE = 1e-4
 
-def fit(points: Sequence[Point], *, rounds: int = 60) -> Fitted:
+
+def fit(points: Sequence[Point], *, rounds: int = 40) -> Fitted:
     """The quantities that explain the points best. Deterministic."""
     from scipy.optimize import least_squares  # only the fit needs it
 
@@ -435,12 +447,26 @@ def fit(points: Sequence[Point], *, rounds: int = 60) -> Fitted:
     weight = np.array([min(1.0, (GROUP / sizes[p.group, p.metric]) ** 0.5) for p in points]) / NOISE
     wanted, strays = np.log(sheet.value), names.strays()
 
-    def residuals(x: Floats) -> Floats:
+    def errors(x: Floats) -> Floats:
         r = (np.log(sheet.predict(dict(zip(names.nodes, x * strays, strict=True)))) - wanted) * weight
-        robust = np.sign(r) * np.sqrt(2 * (np.sqrt(1 + r * r) - 1))  # soft l1, on points alone
-        return np.concatenate([robust, x])
+        return np.asarray(np.sign(r) * np.sqrt(2 * (np.sqrt(1 + r * r) - 1)))  # soft l1
 
-    done = least_squares(residuals, np.zeros(len(names.nodes)), max_nfev=rounds, x_scale=1.0, ftol=1e-5)
+    def residuals(x: Floats) -> Floats:
+        return np.concatenate([errors(x), x])
+
+    together = names.independent(points)
+
+    def jacobian(x: Floats) -> Floats:
+        base, out = errors(x), np.zeros((len(points), len(x)))
+        for members, mine in together:
+            moved = x.copy()
+            moved[members] += _MOVE
+            slope = (errors(moved) - base) / _MOVE
+            for j, rows in zip(members, mine, strict=True):
+                out[rows, j] = slope[rows]
+        return np.concatenate([out, np.eye(len(x))])
+
+    done = least_squares(residuals, np.zeros(len(names.nodes)), jac=jacobian, max_nfev=rounds, ftol=1e-5)
     spread = np.sqrt(np.diag(np.linalg.inv(done.jac.T @ done.jac))) * strays
     return Fitted(
         dict(zip(names.nodes, done.x * strays, strict=True)), dict(zip(names.nodes, spread, strict=True))
