@@ -59,13 +59,16 @@ class GGUFFile:
 
     def _with_factors(self, own: Attention) -> Attention:
         factors, pairs = self.frequency_factors, (own.rotary_dim or own.head_dim) // 2
-        plain = isinstance(own.rope, Rope) and own.rope.kind == "default"
+        # No architecture with windows has factors; there they would belong to the blocks without one.
+        plain = isinstance(own.rope, Rope) and own.rope.kind == "default" and own.window is None
         assert factors is not None
         if not plain or len(factors) != pairs:
             raise CheckpointError(
                 "gguf-rope",
                 f"{self.path}: {FREQS!r} holds {counted(len(factors), 'factor')}",
-                why=f"what turns of a head is {counted(pairs, 'pair')}" if plain else "the keys scale the rope too",
+                why=f"what turns of a head is {counted(pairs, 'pair')}"
+                if plain
+                else "the keys scale the rope too, or say a window",
             )
         assert isinstance(own.rope, Rope)
         # Llama 3's scaling, with its frequencies worked out by the converter.

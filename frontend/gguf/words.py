@@ -80,7 +80,7 @@ def config_words(
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         **{word: any(has.endswith(part) for has in tensors) for word, part in architecture.flags.items()},
         **architecture.words,
-        **_windows(own, architecture, source),
+        **_windows(own, architecture, f"{source}: {name}."),
     }
     if "attention.head_count_kv" in architecture.keys:
         # The format defines an absent KV head count as "as many as heads".
@@ -119,13 +119,20 @@ def _dtype(tensors: Mapping[str, WeightRef]) -> str:
 
 
 def _windows(own: Mapping[str, Any], architecture: Architecture, source: str) -> dict[str, Any]:
-    """The window, and which blocks have it."""
+    """The window, and which blocks have it. `source`: what comes before a key in errors."""
     if architecture.windows is None:
         return {}
+    if WINDOW not in own:
+        raise CheckpointError(
+            "gguf-key-missing",
+            f"{source}{WINDOW} is missing",
+            why="old files leave it out although the model has a window; today's converters write 0 where it has none",
+            hint="convert the model again",
+        )
     window = own.get(WINDOW) or None  # 0 means none
     if architecture.windows == "all":
         if PATTERN in own:
-            raise UnsupportedError("gguf-key-unknown", f"{source}: {PATTERN} where all blocks have the window")
+            raise UnsupportedError("gguf-key-unknown", f"{source}{PATTERN} where all blocks have the window")
         return {"sliding_window": window}
     pattern, blocks = own.get(PATTERN, architecture.windows), own.get("block_count")
     if type(blocks) is not int or not 0 < blocks <= MAX_BLOCKS:
@@ -137,9 +144,7 @@ def _windows(own: Mapping[str, Any], architecture: Architecture, source: str) ->
     else:
         slides = []
     if len(slides) != blocks:
-        raise CheckpointError(
-            "gguf-key-value", f"{source}: {PATTERN} is {pattern!r:.100}, and there are {blocks} blocks"
-        )
+        raise CheckpointError("gguf-key-value", f"{source}{PATTERN} is {pattern!r:.100}, and there are {blocks} blocks")
     kinds = [SLIDING if slide and window is not None else FULL for slide in slides]
     return {"sliding_window": window, "layer_types": kinds}
 

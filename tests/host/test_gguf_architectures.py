@@ -278,6 +278,22 @@ def test_a_window_of_0_is_none(made: Made, tmp_path: Path) -> None:
     assert {own.window for own in attentions(path)} == {None}
 
 
+@pytest.mark.parametrize("case", ["gemma3", "phi3", "gpt-oss"])
+def test_a_window_that_no_key_says_is_not_none(case: str, made: Made, tmp_path: Path) -> None:
+    """Phi-3's first files leave it out, and the model has one of 2047 tokens. Gemma 2's is the format's default."""
+    path = save_gguf(tmp_path / "m.gguf", made(case)[0], metadata={f"{case}.attention.sliding_window": None})
+    with pytest.raises(CheckpointError, match=f"{case}.attention.sliding_window is missing"):
+        open_checkpoint(path)
+
+
+def test_factors_do_not_belong_to_blocks_with_a_window(made: Made, tmp_path: Path) -> None:
+    tensors, keys, architecture = convert(made("gemma2")[0])
+    tensors["rope_freqs.weight"] = np.full(8, 4, np.float32)
+    path = write_gguf(tmp_path / "m.gguf", architecture, keys, {name: ("F32", each) for name, each in tensors.items()})
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        open_checkpoint(path)
+
+
 def test_scaling_belongs_to_blocks_without_a_window(made: Made, tmp_path: Path) -> None:
     """G61, Gemma 3: theta 10000 where there is a window, which no key says."""
     ropes = [own.rope for own in attentions(save_gguf(tmp_path / "m.gguf", made("gemma3")[0]))]
