@@ -101,7 +101,7 @@ def read_adapters(folders: Sequence[Path], checkpoint: Checkpoint, module: Modul
     """The adapters, held against the module of the whole model. The weights that they change get the dtype that is
     computed in: what is merged is no longer as the checkpoint stores it.
 
-    Raises: as `read_adapter`; UnsupportedError `lora-model` where the model is an exported program.
+    Raises: as `read_adapter`; UnsupportedError `lora-model` where the model is a program or a graph.
     """
     if not folders:
         return ()
@@ -110,6 +110,7 @@ def read_adapters(folders: Sequence[Path], checkpoint: Checkpoint, module: Modul
             "lora-model",
             f"{checkpoint.name} takes no adapter",
             why="a program or a graph keeps its weights as it has them",
+            hint="give the checkpoint that it was made from",
         )
     targets = _targets(checkpoint, module, tied=checkpoint.config.tied)
     adapters = tuple(read_adapter(folder, targets) for folder in folders)

@@ -329,13 +329,16 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
 
 def _quantised(checkpoint: Checkpoint, module: ModuleOp, choices: Mapping[str, Choice]) -> dict[str, ModuleOp]:
     """The module as each device that `choices` names would hold all of it: one for each choice."""
-    from plait.frontend.opaque import ProgramConfig
+    from plait.frontend.config import DecoderConfig
     from plait.ir.module import block_range
     from plait.ir.quantise import quantise_blocks
 
-    if choices and isinstance(checkpoint.config, ProgramConfig):
+    if choices and not isinstance(checkpoint.config, DecoderConfig):
         raise UnsupportedError(
-            "quantize-model", f"{checkpoint.name} cannot be quantised", why="an exported program's weights are its own"
+            "quantize-model",
+            f"{checkpoint.name} cannot be quantised",
+            why="a program or a graph keeps its weights as it has them",
+            hint="quantise the checkpoint that it was made from",
         )
     made: dict[Choice, ModuleOp] = {}
     for choice in choices.values():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +16,7 @@ from plait.cli.compile import default_output
 from plait.cli.export_onnx import export_onnx
 from plait.cli.options import Json, Verbose
 from plait.cli.plan import write_whole
-from plait.errors import ArtifactError, UsageError, VerifyError
+from plait.errors import ArtifactError, UnsupportedError, UsageError, VerifyError
 from plait.words import bytes_text, counted
 
 if TYPE_CHECKING:
@@ -112,7 +114,9 @@ def command(
         _no_shape(phase, tokens, context, concurrency)
         found = _slice(form, model, part, dtype, config)
         path = output or Path(f"{default_output(model).stem}.{part}.onnx")
-        screen.result(export_onnx(screen, found.module, found.refs, found.root, path, found.title))
+        with _refused_as(form, compiled=found.root is not None):
+            written = export_onnx(screen, found.module, found.refs, found.root, path, found.title)
+        screen.result(written)
         return
     if phase is Phase.DECODE and tokens not in (None, 1):
         raise UsageError("export-shape", f"a decode step brings one token of each request, not {tokens}")
@@ -123,9 +127,9 @@ def command(
 
     new = 1 if phase is Phase.DECODE else min(PREFILL_TOKENS, context) if tokens is None else tokens
     shape = Shape(concurrency, new, context)
-    stateless = StatelessSlice(module, shape)
-    with screen.phases() as progress:
+    with _refused_as(form, compiled=found.root is not None), screen.phases() as progress:
         progress("export", 0, 1)
+        stateless = StatelessSlice(module, shape)
         text = torch_mlir.mlir_text(stateless, stateless.example(), form)
     head = [
         f"{title}: {phase} of {shape.sequences} x {shape.tokens} tokens in a context of {shape.context}, as {form} by "
@@ -154,6 +158,22 @@ def command(
             "next": command,
         }
     )
+
+
+@contextmanager
+def _refused_as(form: Form, *, compiled: bool) -> Iterator[None]:
+    """An op that is refused here is not refused by a device, so none is to be changed."""
+    try:
+        yield
+    except UnsupportedError as err:
+        if err.code != "op-unsupported":
+            raise
+        hint = "--to stablehlo writes MLIR instead" if form is Form.ONNX else "`plait compile` it for a device instead"
+        if err.why.startswith("dtype = f8"):
+            hint = "compile it without --kv-dtype"
+        elif err.why.startswith("dtype = "):
+            hint = f"{'compile it with ' if compiled else ''}--dtype float32"
+        raise UnsupportedError(err.code, f"{err.what} in {form}", why=err.why, hint=hint) from err
 
 
 @dataclass(frozen=True)

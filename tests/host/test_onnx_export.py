@@ -22,10 +22,11 @@ from plait.frontend.checkpoint import open_checkpoint
 from plait.frontend.lower import lower
 from plait.ir import Builder, Rope, kv_classes
 from plait.ir.module import weights
+from plait.ir.ops import EmbedOp
 from plait.ir.oracle import Oracle
 from plait.ir.passes import SLICE_PIPELINE, run_passes, slice_modules
 from plait.spec import WeightRef
-from tests.checkpoints import random_ids, reference_logits, save, save_fp8
+from tests.checkpoints import edit_config, random_ids, reference_logits, save, save_fp8
 from tests.host.command_line import config_file, plait
 from tests.onnx_models import Player, logits, session
 
@@ -149,6 +150,36 @@ def test_what_cannot_be_written_is_refused_by_name(dtype: str, word: str, tmp_pa
     with pytest.raises(UnsupportedError) as caught:
         to_onnx(module, {})
     assert word in str(caught.value).lower() and caught.value.code == "op-unsupported"
+
+
+def test_the_hint_of_what_is_refused_fits_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device refuses anything here."""
+    from plait.backends.kernels import lowering
+    from plait.backends.kernels.onnx_lowering import LOWERING
+
+    folder = save(tmp_path / "m", num_hidden_layers=1, dtype="bfloat16")
+
+    def refused(model: Path, form: str = "onnx") -> dict[str, str]:
+        result = plait("export", model, "--to", form, "-o", tmp_path / "x.out", "--json")
+        assert result.exit_code == 2 and not (tmp_path / "x.out").exists()
+        error: dict[str, str] = json.loads(result.stdout)["error"]
+        assert error["what"].endswith(f"is not supported in {form}")
+        return error
+
+    assert refused(folder)["try"] == "--dtype float32"
+    made = plait_package.compile_artifact(folder, "cpu", output=tmp_path / "a.plait")
+    assert refused(made.folder)["try"] == "compile it with --dtype float32"
+    made = plait_package.compile_artifact(folder, "cpu", output=tmp_path / "b.plait", dtype="float32", kv_dtype="fp8")
+    assert {refused(made.folder, form)["try"] for form in ("onnx", "stablehlo")} == {"compile it without --kv-dtype"}
+    assert plait("export", folder, "--to", "onnx", "--dtype", "float32", "-o", tmp_path / "y.onnx").exit_code == 0
+    edit_config(folder, dtype="float32")
+
+    def no(op: Any) -> Any:
+        raise lowering.refuse(op, why="there is no such op")
+
+    known, _ = LOWERING._emitters[EmbedOp]
+    monkeypatch.setitem(LOWERING._emitters, EmbedOp, (known, no))
+    assert refused(folder)["try"] == "--to stablehlo writes MLIR instead"
 
 
 def test_export_of_a_model(tmp_path: Path) -> None:

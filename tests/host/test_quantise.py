@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import yaml
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
@@ -48,6 +49,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("t") / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+def test_programs_and_graphs_keep_their_weights(source: Path, tmp_path: Path) -> None:
+    """For --quantize as for --lora, by name, whatever the ops they are made of."""
+    from tests import exported_models, onnx_models
+
+    graph = onnx_models.save(onnx_models.decoder(onnx_models.group_query()), tmp_path / "graph.onnx")
+    program = tmp_path / "program.pt2"
+    torch.export.save(exported_models.export(exported_models.Plain(exported_models.family("llama"))), program)
+    adapter = save_adapter(tmp_path / "adapter", source)
+    for model in (graph, program):
+        for code, asked in (("quantize-model", {"quantize": "int8"}), ("lora-model", {"lora": adapter})):
+            with pytest.raises(UnsupportedError) as caught:
+                plait.plan(model, "cpu", **asked)
+            assert (caught.value.code, model.stem in caught.value.what) == (code, True)
+            assert caught.value.hint.endswith("the checkpoint that it was made from")
 
 
 def nearest(group: Array, kind: str) -> Array:
