@@ -119,6 +119,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         _KEYS,
         _ATTENTION | _MLP,
         words=_SILU,
+        # What Llama 2's converter left out, and llama.cpp and the family take it for. Mixtral's is another.
+        defaults={"rope.freq_base": 10000.0},
         fixed=_NO_EXPERTS,
         paired=True,
         flags=_BIAS | {"mlp_bias": "ffn_up.bias"},

@@ -301,6 +301,18 @@ def test_scaling_belongs_to_blocks_without_a_window(made: Made, tmp_path: Path) 
     assert [getattr(rope, "factor", None) for rope in ropes] == [None] * 5 + [4.0, None]
 
 
+@pytest.mark.parametrize(("case", "theta"), [("llama", 10000.0), ("mixtral", None), ("qwen3", None)])
+def test_theta_where_no_key_says_it(case: str, theta: float | None, made: Made, tmp_path: Path) -> None:
+    """Llama 2's first files leave it out. Mixtral's own default is a million and llama.cpp's is not: an error."""
+    key = f"{WRITTEN.get(case, case)}.rope.freq_base"
+    path = save_gguf(tmp_path / "m.gguf", made(case)[0], metadata={key: None})
+    if theta is None:
+        with pytest.raises(CheckpointError, match="rope_theta is missing"):
+            open_checkpoint(path)
+    else:
+        assert {getattr(own.rope, "theta", None) for own in attentions(path)} == {theta}
+
+
 def test_what_gemma_2_means_without_keys(made: Made, tmp_path: Path) -> None:
     caps = {"gemma2.attn_logit_softcapping": None, "gemma2.final_logit_softcapping": None}
     path = save_gguf(tmp_path / "m.gguf", made("gemma2")[0], metadata=caps)
