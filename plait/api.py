@@ -262,7 +262,8 @@ class Planned:
 
 def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backends: bool = False) -> Planned:
     """Read, lower, plan. With `check_backends` the planner is handed what each backend says about the module, and two
-    copies of a tied table are compared; that may import torch or JAX and reads weights, so a mere plan goes without."""
+    copies of a tied table are compared, and scales are checked; that may import torch or JAX and reads weights, so a
+    mere plan goes without."""
     from plait.backends.base import CompileOptions
     from plait.cost_models.profile import profile
     from plait.frontend.checkpoint import open_checkpoint
@@ -287,6 +288,8 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     check_backends = check_backends or isinstance(checkpoint.config, ProgramConfig)  # most of them refuse it
     progress("lower", 0, 1)
     module = lower(checkpoint, asked.dtype, read=check_backends)
+    if check_backends and (note := _scales_note(checkpoint, module)):
+        notes = (*notes, note)
     if asked.kv_dtype is not None:
         store_kv(module, asked.kv_dtype)
     adapters = read_adapters(asked.lora, checkpoint, module)
@@ -330,14 +333,15 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
 def _quantised(checkpoint: Checkpoint, module: ModuleOp, choices: Mapping[str, Choice]) -> dict[str, ModuleOp]:
     """The module as each device that `choices` names would hold all of it: one for each choice."""
     from plait.frontend.config import DecoderConfig
+    from plait.frontend.exported import RaisedConfig
     from plait.ir.module import block_range
     from plait.ir.quantise import quantise_blocks
 
-    if choices and not isinstance(checkpoint.config, DecoderConfig):
+    if choices and not isinstance(checkpoint.config, DecoderConfig | RaisedConfig):
         raise UnsupportedError(
             "quantize-model",
             f"{checkpoint.name} cannot be quantised",
-            why="a program or a graph keeps its weights as it has them",
+            why="an ONNX graph and an opaque program keep their weights as they have them",
             hint="quantise the checkpoint that it was made from",
         )
     made: dict[Choice, ModuleOp] = {}
@@ -346,6 +350,14 @@ def _quantised(checkpoint: Checkpoint, module: ModuleOp, choices: Mapping[str, C
             made[choice] = module.clone()
             quantise_blocks(made[choice], *block_range(module), *choice)
     return {device: made[choice] for device, choice in choices.items()}
+
+
+def _scales_note(checkpoint: Checkpoint, module: ModuleOp) -> str | None:
+    from plait.assemble.scales import check_scales
+    from plait.ir import weights
+
+    stored = checkpoint.weights or {}
+    return check_scales(stored[name] for name in weights(module) if name in stored)
 
 
 def _shortened_note(asked: Workload, workload: Workload, checkpoint: Checkpoint) -> str:

@@ -6,6 +6,7 @@ FP8 in e4m3fn is in test_frontend_quantisation.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import plait
+from plait.assemble.scales import check_scales
 from plait.backends.quantised import read_quantised
 from plait.backends.weights import read_weight
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
@@ -199,7 +202,7 @@ FACTORS = {
 def test_a_scale_that_is_zero_or_no_number(
     form: str, suffix: str, bad: float, folders: Folders, tmp_path: Path
 ) -> None:
-    """Found when the weight is read. A power of two is never 0, and FP8 has no infinity."""
+    """Found at compile, and when the weight is read. A power of two is never 0, and FP8 has no infinity."""
     name = f"{MODULE}.{suffix}"
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:
@@ -213,11 +216,33 @@ def test_a_scale_that_is_zero_or_no_number(
     checkpoint = open_checkpoint(changed(folders, form, tmp_path / "q", damage))
     assert checkpoint.weights is not None
     ref = checkpoint.weights[f"{MODULE}.weight"]
-    for reader in (lambda: read_weight(ref, "float32"), lambda: read_quantised(ref)):
+    stored = checkpoint.weights.values()
+    for reader in (lambda: check_scales(stored), lambda: read_weight(ref, "float32"), lambda: read_quantised(ref)):
         with pytest.raises(CheckpointError) as caught:
             reader()
         assert caught.value.code == "weight-scale"
         assert name in caught.value.what
+
+
+def test_compile_reads_scales_and_leaves_nothing(folders: Folders, tmp_path: Path) -> None:
+    """Up to a bound, the smallest first; what is beyond it is said in the plan. A plan alone reads none."""
+    name = f"{MODULE}.scales"
+    bad = changed(folders, "gptq", tmp_path / "q", lambda t: t[name].view(-1).__setitem__(-1, float("nan")))
+    with pytest.raises(CheckpointError, match=rf"{name}.* holds nan"):
+        plait.compile_artifact(bad, "cpu", output=tmp_path / "a.plait")
+    assert not (tmp_path / "a.plait").exists() and plait.plan(bad, "cpu", context=64).notes is None
+
+
+def test_scales_beyond_the_bound_are_named_in_the_plan(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = folders["gptq"][0]
+    assert plait.compile_artifact(good, "cpu", output=tmp_path / "a.plait", context=64).plan.notes is None
+    monkeypatch.setattr("plait.assemble.scales.MOST_BYTES", 1000)
+    (note,) = plait.compile_artifact(good, "cpu", output=tmp_path / "b.plait", context=64).plan.notes or ()
+    assert re.fullmatch(
+        r"the scales of \d tensors \(.* kB\) are checked when they are loaded; the others were .*", note
+    )
 
 
 @pytest.mark.parametrize(

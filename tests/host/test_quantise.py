@@ -51,20 +51,25 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_programs_and_graphs_keep_their_weights(source: Path, tmp_path: Path) -> None:
-    """For --quantize as for --lora, by name, whatever the ops they are made of."""
+def test_graphs_keep_their_weights(source: Path, tmp_path: Path) -> None:
+    """For --quantize as for --lora, by name; a program that is made of plait's ops can be quantised."""
     from tests import exported_models, onnx_models
 
     graph = onnx_models.save(onnx_models.decoder(onnx_models.group_query()), tmp_path / "graph.onnx")
     program = tmp_path / "program.pt2"
     torch.export.save(exported_models.export(exported_models.Plain(exported_models.family("llama"))), program)
     adapter = save_adapter(tmp_path / "adapter", source)
-    for model in (graph, program):
-        for code, asked in (("quantize-model", {"quantize": "int8"}), ("lora-model", {"lora": adapter})):
-            with pytest.raises(UnsupportedError) as caught:
-                plait.plan(model, "cpu", **asked)
-            assert (caught.value.code, model.stem in caught.value.what) == (code, True)
-            assert caught.value.hint.endswith("the checkpoint that it was made from")
+    refused: tuple[tuple[Path, str, dict[str, Any]], ...] = (
+        (graph, "quantize-model", {"quantize": "int8"}),
+        (graph, "lora-model", {"lora": adapter}),
+        (program, "lora-model", {"lora": adapter}),
+    )
+    for model, code, asked in refused:
+        with pytest.raises(UnsupportedError) as caught:
+            plait.plan(model, "cpu", **asked)
+        assert (caught.value.code, model.stem in caught.value.what) == (code, True)
+        assert caught.value.hint.endswith("the checkpoint that it was made from")
+    assert plait.plan(program, "cpu", quantize="int8").slices[0].quantize == "int8"
 
 
 def nearest(group: Array, kind: str) -> Array:
