@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from xdsl.dialects.builtin import ModuleOp
 
-from plait.frontend.config_reader import read_ends
+from plait.frontend.config_reader import PADDING, read_ends
 from plait.frontend.files import TensorFiles, read_json, some, version
 from plait.frontend.onnx.attention import past_inputs
 from plait.frontend.onnx.file import ENCODINGS, read_onnx_file, refuse, require
@@ -81,7 +81,8 @@ def read_onnx(path: Path) -> tuple[OnnxConfig, TensorFiles]:
     said = read_json(beside).get("model", {}) if beside.is_file() else {}
     said = said if isinstance(said, dict) else {}
     vocabulary = _vocabulary(raiser)
-    ends = read_ends(said, str(beside), vocabulary)
+    # Where a model has no padding, its builder writes the id of a token that it added to the tokenizer alone.
+    ends = read_ends(said | {PADDING: None}, str(beside), vocabulary)
     notes = set(raiser.notes)
     if raiser.positions is None:
         notes.add(f"the graph states no longest sequence, {raiser.longest:,} tokens were taken")
