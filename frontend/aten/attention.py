@@ -13,7 +13,7 @@ from plait.errors import UnsupportedError
 from plait.frontend.aten import layout
 from plait.frontend.aten.facts import Array
 from plait.frontend.aten.formulas import MASKED, SCALED, SCORES, SOFTCAP, given, last_dim
-from plait.frontend.aten.graph import describe, op, operands, rank, refuse
+from plait.frontend.aten.graph import SAME, SHAPE_ALONE, describe, op, operands, rank, refuse
 from plait.frontend.aten.layout import Atom
 from plait.frontend.aten.raiser import Past, Raiser, Symbol, Unary, View
 from plait.frontend.graph.sample import Sample, reach
@@ -28,7 +28,21 @@ MOST_SQUARE = 8448
 """Tokens of the largest mask that is looked at whole."""
 
 _SEEN = 64
-"""Tokens beyond the largest number in a mask's making that it is looked at for."""
+"""Tokens beyond the sum of the numbers in a mask's making that it is looked at for."""
+
+_ANYWAY = 2048
+"""Tokens that it is looked at for, whatever the numbers."""
+
+_PLAIN = SAME | SHAPE_ALONE | frozenset(
+    [
+        "arange", "zeros", "ones", "full", "scalar_tensor", "add", "sub", "rsub", "neg", "abs", "diff", "cumsum",
+        "lt", "le", "gt", "ge", "eq", "ne", "__and__", "__or__", "bitwise_and", "bitwise_or", "bitwise_not",
+        "logical_and", "logical_or", "logical_not", "where", "masked_fill", "tril", "triu",
+        "index", "slice", "select", "unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute",
+    ]
+)  # fmt: skip
+"""Ops by which no edge of a mask lies further out than the sum of the numbers that it is made with. A product or a
+quotient moves one anywhere."""
 
 Masks = tuple[tuple["Node", Literal["added", "seen", "hidden"]], ...]
 
@@ -193,20 +207,21 @@ def _read_window(raiser: Raiser, node: Node, masks: Masks, causal: bool) -> int 
 
     def there(positions: int) -> bool:
         new = facts.least if raiser.graph.pasts else max(facts.least, positions)
+        sample = Sample(max(0, positions - new), new)
         try:
-            return _visible(raiser, node, masks, causal, Sample(max(0, positions - new), new)).size > 0
+            return all(_spread(raiser, mask, sample).size > 0 for mask, _ in masks)
         except (UnsupportedError, ValueError):
             return False
 
-    largest, tables = _made_of(raiser, masks)
+    edge_at, tables = _made_of(raiser, masks)
     if tables:
         if not raiser.graph.pasts:
             _cut(raiser, facts.longest)
         facts.limit(reach(there, facts.longest))
     far = facts.last()
     if not raiser.graph.pasts:
-        # A square: of a long sequence it is large. It says nothing new beyond the largest number that it is made with.
-        most = far.total if tables else max(facts.least, min(far.total, largest + _SEEN))
+        # A square: of a long sequence it is large. It says nothing new beyond the sum of the numbers in its making.
+        most = far.total if edge_at is None else min(far.total, max(edge_at + _SEEN, _ANYWAY, facts.least))
         far = Sample(0, _cut(raiser, most))
     seen = int(_visible(raiser, node, masks, causal, far)[-1].sum())
     window = None if seen == far.total else seen
@@ -237,9 +252,10 @@ def _cut(raiser: Raiser, due: int) -> int:
     return min(due, MOST_SQUARE)
 
 
-def _made_of(raiser: Raiser, masks: Masks) -> tuple[int, bool]:
-    """The largest number that masks are made with, and whether tables are among it."""
-    stack, seen, numbers, tables = [mask for mask, _ in masks], set(), [0], False
+def _made_of(raiser: Raiser, masks: Masks) -> tuple[int | None, bool]:
+    """The sum of the numbers that masks are made with, beyond which they have no edge; None where they are made of
+    tables, or by other ops than `_PLAIN`. And whether there are tables."""
+    stack, seen, numbers, tables, plain = [mask for mask, _ in masks], set(), [0], False, True
     while stack:
         item = stack.pop()
         if item in seen:
@@ -250,15 +266,16 @@ def _made_of(raiser: Raiser, masks: Masks) -> tuple[int, bool]:
             number = None if item in raiser.graph.inputs else raiser.number(item)
             tables |= item not in raiser.graph.inputs and number is None
             numbers += _whole(number or 0)
-        elif op(item) not in ("slice", "sym_size"):
-            numbers += _whole(item.args)
-    return max(numbers), tables
+        else:
+            plain &= op(item) in _PLAIN
+            numbers += _whole([*item.args, *item.kwargs.values()])
+    return sum(numbers) if plain and not tables else None, tables
 
 
 def _whole(args: Any) -> Sequence[int]:
     if isinstance(args, int) and not isinstance(args, bool) and abs(args) < 1 << 31:
         return [abs(args)]
-    if isinstance(args, float) and abs(args) < 1 << 31:
+    if isinstance(args, float) and HIDDEN < args < 1 << 31:  # what hides is no length
         return [int(abs(args))]
     return [number for item in args for number in _whole(item)] if isinstance(args, list | tuple) else []
 
@@ -268,8 +285,7 @@ def _visible(raiser: Raiser, node: Node, masks: Masks, causal: bool, sample: Sam
     shape = sample.new, sample.total
     seen = np.tri(*shape, dtype=bool) if causal else np.ones(shape, bool)
     for mask, kind in masks:
-        array = raiser.facts.at(mask, sample)
-        rows = np.broadcast_to(array, (*array.shape[:-2], *shape)).reshape(-1, *shape)
+        rows = _spread(raiser, mask, sample)
         if not (rows == rows[:1]).all():
             refuse(node, f"its mask differs between heads: {describe(mask)}", "mask")
         row = rows[0]
@@ -282,3 +298,9 @@ def _visible(raiser: Raiser, node: Node, masks: Masks, causal: bool, sample: Sam
                 refuse(node, f"its mask holds numbers: {describe(mask)}", "mask")
             seen = seen & (row if kind == "seen" else ~row)
     return seen
+
+
+def _spread(raiser: Raiser, mask: Node, sample: Sample) -> Array:
+    """A mask as [heads, new, total]. Raises ValueError where it is not there for so many tokens."""
+    array, shape = raiser.facts.at(mask, sample), (sample.new, sample.total)
+    return np.broadcast_to(array, (*array.shape[:-2], *shape)).reshape(-1, *shape)

@@ -86,8 +86,8 @@ class Facts:
         return self._made[key]
 
     def constant(self, node: Node) -> Array | None:
-        """What does not depend on lengths; None where it does."""
-        first, *others = (self.at(node, sample) for sample in self.samples())
+        """What does not depend on lengths; None where it does, be it at the longest alone."""
+        first, *others = (self.at(node, sample) for sample in (*self.samples(), self.last()))
         return first if all(np.array_equal(first, other) for other in others) else None
 
     def _evaluate(self, node: Node, sample: Sample, values: dict[Node, Any]) -> Any:

@@ -262,6 +262,8 @@ def _add(raiser: Raiser, node: Node) -> Symbol | None:
     (other,) = (item for item in term[1] if item is not known[0])
     value, bias = raiser.value(known[0]), raiser.weight(other)
     if bias is not None and isinstance(value, View) and isinstance(value.of, Product) and value.of.bias is None:
+        if value.turn is not None or value.past is not None:
+            refuse(node, "it adds a bias to what has turned, or to K or V of the past too")
         if bias.shape == (value.of.width,) and value.axes[-1] == layout.features(value.of.width):
             return replace(value, of=replace(value.of, bias=bias))
         return None

@@ -98,8 +98,14 @@ def _logits(raiser: Raiser, node: Node) -> tuple[int, int]:
     if not isinstance(value, View) or not isinstance(value.of, Product):
         refuse(node, "the result is no product of the tokens with a matrix", "outputs")
     product, size = value.of, value.of.width
-    if product.bias is not None or value.offset or layout.feature_atoms(value.axes) != layout.features(size):
-        refuse(node, "logits have a bias, or are not all there", "outputs")
+    if (
+        product.bias is not None
+        or value.offset
+        or value.turn
+        or value.past
+        or layout.feature_atoms(value.axes) != layout.features(size)
+    ):
+        refuse(node, "logits have a bias, turn, or are not all there", "outputs")
     name = raiser.use(product.weight)
     step = raiser.tape.add(lambda b, x: b.logits(x, name, size, scale=scale, softcap=softcap), [product.x])
     return step, size

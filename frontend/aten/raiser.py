@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
+from plait.errors import PlaitError
 from plait.frontend.aten import layout
 from plait.frontend.aten.facts import Facts
 from plait.frontend.aten.formulas import Matcher
@@ -134,8 +135,9 @@ class Raiser:
                 continue
             try:
                 made = self._meaning(node)
-            except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as err:
-                # Arguments of another kind than any that was thought of.
+            except PlaitError:
+                raise
+            except Exception as err:  # arguments of another kind than any that was thought of
                 refuse(node, f"{type(err).__name__}: {err}")
             if made is not None:
                 self.symbols[node] = made

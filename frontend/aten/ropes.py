@@ -30,13 +30,27 @@ def rotary(raiser: Raiser, node: Node) -> Symbol | None:
     if found is None:
         return None
     view = raiser.view(found["x"])
+    if view.past is not None:
+        refuse(node, "K of the past turns once more")
     half, width = int(found["half"]), layout.size(view.axes[-1])
     if (found["end"], view.axes[-1]) != (2 * half, layout.features(width)) or width != 2 * half or view.turn:
         refuse(node, f"of {width} features, {half} and {int(found['end']) - half} turn against each other")
+    for table in (found["cos"], found["sin"]):
+        _check_axis(raiser, node, table, view)
     rope, pairs = _rope(raiser, node, found)
     if pairs != half:
         refuse(node, f"{half} pairs turn by {pairs} cosines")
     return replace(view, turn=Turn(rope, width, width))
+
+
+def _check_axis(raiser: Raiser, node: Node, table: Node, view: View) -> None:
+    """That the rows of a table belong to the tokens. Where there are as many tokens as heads, sizes do not tell."""
+    kinds = [[atom.kind for atom in axis] for axis in view.axes[:-1]]
+    rows = raiser.graph.shape(table)[:-1]
+    rows = (1,) * (len(kinds) - len(rows)) + rows
+    for kind, count in zip(kinds, rows, strict=True):
+        if count != (raiser.graph.far.new if kind == ["tokens"] else 1):
+            refuse(node, "its cosines and sines do not belong to the tokens")
 
 
 def joined(raiser: Raiser, node: Node) -> Symbol | None:
@@ -105,6 +119,7 @@ def _rows(raiser: Raiser, node: Node, tables: tuple[Node, Node]) -> tuple[Array,
     for sample in facts.samples():
         known = np.isin(np.arange(sample.past, sample.total), positions)
         at = np.searchsorted(positions, np.arange(sample.past, sample.total)[known])
-        if not np.array_equal(row(tables[0], sample)[known], rows[0][at]):
-            refuse(node, "the cosines are not those of the new tokens' positions")
+        for table, due in zip(tables, rows, strict=True):
+            if not np.array_equal(row(table, sample)[known], due[at]):
+                refuse(node, "the cosines and sines are not those of the new tokens' positions")
     return positions, rows

@@ -39,10 +39,9 @@ def recover(cos: Array, sin: Array, positions: NDArray[np.int64], dtype: str, wh
     """
     if cos.shape != sin.shape or cos.shape[0] != len(positions) or not np.array_equal(positions[:2], [0, 1]):
         refuse("rope", f"{what}: tables of {list(cos.shape)} and {list(sin.shape)} are not cos and sin of positions")
-    amplitude = float(cos[0].astype(np.float64).mean())
-    if not (np.isfinite(amplitude) and amplitude > 0):
+    factor = float(cos[0].astype(np.float64).mean())  # each is exactly 1 where there is none
+    if not (np.isfinite(factor) and factor > 0):
         refuse("rope", f"{what}: the first cosines are {cos[0][:3]}, and not one positive number")
-    factor = 1.0 if abs(amplitude - 1) < 4 * _STEP[dtype] else amplitude
     found = _frequencies(cos, sin, positions)
     some = np.unique(np.geomspace(1, len(positions), 512).astype(np.intp)) - 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from plait.frontend.onnx.file import ENCODINGS, dimensions, refuse
 from plait.frontend.onnx.nodes import MS, decimal, handles, part
 from plait.frontend.onnx.raiser import Act, Cache, Product, Raiser, Symbol
 from plait.ir import Rope
+from plait.words import counted
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -41,6 +43,7 @@ class Heads:
     MS,
     "GroupQueryAttention",
     inputs=16,
+    needs=1,
     only={
         "causal": (1,),
         "smooth_softmax": (-1, 0),
@@ -103,7 +106,7 @@ def _head_norm(raiser: Raiser, node: ir.Node, x: Symbol, weight: int, head_dim: 
 def _unpacked(raiser: Raiser, node: ir.Node, heads: int, kv_heads: int) -> list[Symbol]:
     """q, k and v of one product."""
     fused, together = raiser.symbol(node, 0), heads + 2 * kv_heads
-    if not isinstance(fused, Product) or together < 1 or fused.width % together:
+    if not isinstance(fused, Product) or min(heads, kv_heads) < 1 or fused.width % together:
         refuse("node", f"{describe(node)}: its packed q, k and v are no product of {heads} + 2 x {kv_heads} heads")
     head_dim = fused.width // together
     q, kv = heads * head_dim, kv_heads * head_dim
@@ -114,6 +117,7 @@ def _unpacked(raiser: Raiser, node: ir.Node, heads: int, kv_heads: int) -> list[
     "",
     "Attention",
     inputs=6,
+    needs=3,
     only={"qk_matmul_output_mode": (0,), "softmax_precision": (1, 10, 16)},
     q_num_heads=0,
     kv_num_heads=0,
@@ -181,7 +185,7 @@ def past_inputs(node: ir.Node) -> list[ir.Value]:
 
 
 @handles(
-    MS, "RotaryEmbedding", inputs=4, only={"scale": (1.0,), "is_packed_batching": (0,)},
+    MS, "RotaryEmbedding", inputs=4, needs=1, only={"scale": (1.0,), "is_packed_batching": (0,)},
     interleaved=0, num_heads=0, rotary_embedding_dim=0,
 )  # fmt: skip
 def _rotary_ms(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
@@ -189,7 +193,7 @@ def _rotary_ms(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     _rotary(raiser, node, given, *_table(raiser, node, 2, 3))
 
 
-@handles("", "RotaryEmbedding", inputs=4, interleaved=0, num_heads=0, rotary_embedding_dim=0)
+@handles("", "RotaryEmbedding", inputs=4, needs=1, interleaved=0, num_heads=0, rotary_embedding_dim=0)
 def _rotary_onnx(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     if _input(node, 3) is None:
         _rotary(raiser, node, given, *_gathered(raiser, node, 1, 2))
@@ -270,18 +274,25 @@ def _gathered(raiser: Raiser, node: ir.Node, cos: int, sin: int) -> tuple[Rope, 
         near = Sample(0, min(256, raiser.longest))
         far = [Sample(1 << n, 1) for n in range(8, raiser.longest.bit_length()) if 1 << n < raiser.longest]
         samples = [near, *(sample for sample in far if sample.past >= near.new)]
-        cosines, sines = (
-            np.concatenate([raiser.facts.at(value, sample).reshape(sample.new, -1) for sample in samples])
-            for value in values
-        )
+        cosines, sines = (_rows_of(raiser, node, value, samples) for value in values)
         for sample in SAMPLES:  # later chunks look up their own rows
-            rows = raiser.facts.at(values[0], sample).reshape(sample.new, -1)
-            if not np.array_equal(rows, cosines[sample.past : sample.total]):
-                refuse("rope", f"{describe(node)}: the rows of {key[0]!r} are not those of the new tokens' positions")
+            for name, value, table in zip(key, values, (cosines, sines), strict=True):
+                rows = _rows_of(raiser, node, value, [sample])
+                if not np.array_equal(rows, table[sample.past : sample.total]):
+                    refuse("rope", f"{describe(node)}: the rows of {name!r} are not those of the new tokens' positions")
         positions = np.concatenate([sample.positions for sample in samples])
         what = f"{describe(node)}: {key[0]!r}"
         raiser.ropes[key] = recover(cosines, sines, positions, cosines.dtype.name, what), 2 * cosines.shape[1]
     return raiser.ropes[key]
+
+
+def _rows_of(raiser: Raiser, node: ir.Node, value: ir.Value, samples: Sequence[Sample]) -> Array:
+    """What a value holds for the new tokens of the samples, (tokens, features)."""
+    found = [(raiser.facts.at(value, sample), sample.new) for sample in samples]
+    if any(made.size % new for made, new in found) or len({made.size // new for made, new in found}) > 1:
+        shapes = ", ".join(f"{list(made.shape)} for {counted(new, 'token')}" for made, new in found)
+        refuse("rope", f"{describe(node)}: {value.name!r} holds no row for each new token: {shapes:.200}")
+    return np.concatenate([made.reshape(new, -1) for made, new in found])
 
 
 def _reach(raiser: Raiser, value: ir.Value) -> int:
@@ -311,6 +322,8 @@ def _window(raiser: Raiser, node: ir.Node, index: int, *, causal: bool) -> int |
     longest = raiser.longest
     row = _visible(raiser, node, value, Sample(longest - 1, 1))
     seen = int(row.sum())
+    if not seen:
+        refuse("mask", f"{describe(node)}: its mask {value.name!r} lets the last token see nothing")
     window = None if seen == longest else seen
     edge = [] if window is None else [Sample(max(0, window - 3), min(7, longest - window))]
     for sample in (*SAMPLES, *(item for item in edge if item.new > 0), Sample(longest - 1, 1)):

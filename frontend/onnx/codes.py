@@ -28,7 +28,7 @@ def codes(
     Raises UnsupportedError `onnx-tensor`, naming the node `what`, where rows are padded or tensors have other sizes.
     """
     rows, columns = shape
-    if columns % group or bits not in BITS:
+    if group < 1 or columns % group or bits not in BITS:
         refuse("tensor", f"{what}: {columns} columns of {bits} bits in groups of {group} are not read",
                "whole groups of 4 or 8 bits are")  # fmt: skip
     groups, encoding = columns // group, BITS[bits]

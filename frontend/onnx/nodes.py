@@ -27,12 +27,19 @@ HANDLERS: dict[tuple[str, str], Handler] = {}
 
 
 def handles(
-    domain: str, *kinds: str, inputs: int, only: dict[str, tuple[Any, ...]] | None = None, **attributes: Any
+    domain: str,
+    *kinds: str,
+    inputs: int,
+    needs: int | None = None,
+    only: dict[str, tuple[Any, ...]] | None = None,
+    **attributes: Any,
 ) -> Callable[[Handle], Handle]:
-    """Register what raises a node. `attributes` have their defaults; `only` has those that may say nothing else."""
+    """Register what raises a node. `attributes` have their defaults; `only` has those that may say nothing else; of the
+    inputs the first `needs` must be there, or all."""
 
     def register(handle: Handle) -> Handle:
-        HANDLERS.update({(domain, kind): Handler(handle, attributes, only or {}, inputs) for kind in kinds})
+        handler = Handler(handle, attributes, only or {}, inputs, inputs if needs is None else needs)
+        HANDLERS.update(dict.fromkeys([(domain, kind) for kind in kinds], handler))
         return handle
 
     return register
@@ -46,7 +53,8 @@ def embeddings(raiser: Raiser, node: ir.Node) -> bool:
     if not any(value is not None and value.name in TOKENS for value in node.inputs) or node.op_type == "Shape":
         return False
     table = _table_of(raiser, node)
-    if table is None or len(table.shape) != 2 or node.inputs[1] is None or node.inputs[1].name not in TOKENS:
+    tokens = node.inputs[1] if len(node.inputs) > 1 else None
+    if table is None or len(table.shape) != 2 or tokens is None or tokens.name not in TOKENS:
         refuse("node", f"{describe(node)} looks up no tokens in a table of the file")
     name, (rows, width) = raiser.use(table), table.shape
     step = raiser.tape.add(lambda b: b.embed(name, rows, width))
@@ -83,7 +91,7 @@ def _matmul(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
     _product(raiser, node, transposed(weight))
 
 
-@handles("", "Gemm", inputs=3, only={"alpha": (1.0,), "beta": (1.0,), "transA": (0,)}, transB=0)
+@handles("", "Gemm", inputs=3, needs=2, only={"alpha": (1.0,), "beta": (1.0,), "transA": (0,)}, transB=0)
 def _gemm(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     weight = raiser.weight(node.inputs[1])
     if weight is None:
@@ -94,7 +102,10 @@ def _gemm(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     _product(raiser, node, weight if given["transB"] else transposed(weight), bias)
 
 
-@handles(MS, "MatMulNBits", inputs=6, only={"weight_prepacked": (0,)}, K=0, N=0, bits=4, block_size=0, accuracy_level=0)
+@handles(
+    MS, "MatMulNBits", inputs=6, needs=3, only={"weight_prepacked": (0,)},
+    K=0, N=0, bits=4, block_size=0, accuracy_level=0,
+)  # fmt: skip
 def _matmul_bits(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     parts = [raiser.weight(value) if value is not None else None for value in node.inputs]
     _, weight, scale, zero, order, bias = parts + [None] * (6 - len(parts))
@@ -126,7 +137,7 @@ def _rms_norm(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     _norm(raiser, node, raiser.act(node, 0), given["epsilon"], 1, None)
 
 
-@handles("", "LayerNormalization", inputs=3, only={"axis": (-1,), "stash_type": (1,)}, epsilon=1e-5)
+@handles("", "LayerNormalization", inputs=3, needs=2, only={"axis": (-1,), "stash_type": (1,)}, epsilon=1e-5)
 def _layer_norm(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     _norm(raiser, node, raiser.act(node, 0), given["epsilon"], 1, 2)
 
@@ -136,7 +147,7 @@ def _skip_rms_norm(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None
     _norm(raiser, node, _sum(raiser, node), given["epsilon"], 2, None)
 
 
-@handles(MS, "SkipLayerNormalization", inputs=4, epsilon=1e-5)
+@handles(MS, "SkipLayerNormalization", inputs=4, needs=3, epsilon=1e-5)
 def _skip_layer_norm(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     _norm(raiser, node, _sum(raiser, node), given["epsilon"], 2, 3)
 
@@ -315,7 +326,7 @@ def _identity(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
     raiser.give(node, raiser.symbol(node, 0))
 
 
-@handles("", "Split", inputs=2, axis=0, num_outputs=0)
+@handles("", "Split", inputs=2, needs=1, axis=0, num_outputs=0)
 def _split(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     product = _fused(raiser, node)
     if given["axis"] not in (-1, len(product.dims) - 1):
@@ -333,7 +344,7 @@ def _split(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
         raiser.give(node, part(product, sum(sizes[:index]), size), index)
 
 
-@handles("", "Slice", inputs=5)
+@handles("", "Slice", inputs=5, needs=3)
 def _slice(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
     product = _fused(raiser, node)
     numbers = [raiser.facts.constant(value).reshape(-1).tolist() for value in node.inputs[1:] if value is not None]
@@ -380,7 +391,7 @@ def _reshape(raiser: Raiser, node: ir.Node, given: dict[str, Any]) -> None:
     _relaid(raiser, node, symbol, made)
 
 
-@handles("", "Squeeze", "Unsqueeze", inputs=2)
+@handles("", "Squeeze", "Unsqueeze", inputs=2, needs=1)
 def _squeeze(raiser: Raiser, node: ir.Node, _: dict[str, Any]) -> None:
     symbol = raiser.symbol(node, 0)
     axes = None if len(node.inputs) < 2 or node.inputs[1] is None else raiser.facts.constant(node.inputs[1])

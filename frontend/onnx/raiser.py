@@ -6,7 +6,7 @@ parts follow, half of a SiLU. What depends on no token and no weight is a fact (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +91,14 @@ class Handler:
     Attributes:
         attributes: the names it reads, with their defaults.
         only: names that may have these values alone.
-        inputs: how many inputs it reads.
+        inputs: how many inputs it reads; needs: how many of them, the first, must be there.
     """
 
     handle: Handle
     attributes: Mapping[str, Any]
     only: Mapping[str, tuple[Any, ...]]
     inputs: int
+    needs: int
 
 
 @dataclass
@@ -164,11 +165,16 @@ class Raiser:
         for index, extra in enumerate(node.inputs):
             if index >= handler.inputs and extra is not None:
                 refuse("attribute", f"{describe(node)}: its input {index}, {extra.name!r}, is not raised")
-        try:
-            handler.handle(self, node, dict(handler.attributes) | given)
-        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as err:
-            # An input that is missing, an attribute of another type.
-            raise damaged(self.file.path, f"{describe(node)} is no such node: {type(err).__name__}: {err}") from err
+        for index in range(handler.needs):
+            if index >= len(node.inputs) or node.inputs[index] is None:
+                raise damaged(self.file.path, f"{describe(node)} lacks its input {index}")
+        for name, default in handler.attributes.items():
+            if not _alike(value := given.get(name, default), default):
+                kind = type(default).__name__
+                raise damaged(self.file.path, f"{describe(node)}: {name} is {value!r:.100}, and must be of type {kind}")
+        if not node.outputs:
+            raise damaged(self.file.path, f"{describe(node)} has no output")
+        handler.handle(self, node, dict(handler.attributes) | given)
 
     def is_symbol(self, value: ir.Value | None) -> bool:
         return value is not None and value.name in self.symbols
@@ -286,3 +292,10 @@ class Raiser:
 
 def shape(dims: Dims, sample: Sample) -> tuple[int, ...]:
     return tuple(dim if dim > 0 else -dim * sample.new for dim in dims)
+
+
+def _alike(value: Any, default: Any) -> bool:
+    """Whether an attribute is of the type of its default: a number, a text, or a list of whole numbers."""
+    if isinstance(default, tuple):
+        return isinstance(value, Sequence) and all(type(item) is int for item in value)
+    return type(value) is type(default)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -236,6 +237,57 @@ class Quick(Block):
         return super().attend(q, k, v) * self.norms[0].weight[:16]
 
 
+class Longer(Block):
+    """Queries that grow with the logarithm of the length, beyond 20 tokens."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = torch.arange(q.shape[2])[-1] + 1.0
+        return super().attend(q * torch.clamp(length.log() / math.log(20), min=1), k, v)
+
+
+class Chunked(Block):
+    """Each token sees its own eight and the eleven times eight before: 89 to 96 tokens, and no such number is there."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2])
+        new, old = places[:, None], places[None]
+        seen = (old <= new) & (new // 8 - old // 8 < 12)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+class Far(Written):
+    """Rope tables of 200 rows."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__(block, rotary=16)
+        angles = torch.arange(200)[:, None] * 500.0 ** (-torch.arange(8) / 8)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+
+class Shifted(Block):
+    """One KV head, whose K gets a bias behind its rope."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int) -> None:
+        super().__init__(hidden, heads, 1, dim)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.shift = nn.Parameter(torch.ones(dim))
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if x.shape[2] > 1:
+            return super().turn(x, cos, sin)
+        return super().turn(self.key(x), cos, sin) + self.shift
+
+
+class Turned(Block):
+    """As many tokens as heads, and rope turns each head by its own number."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int) -> None:
+        super().__init__(hidden, 12, 12, dim)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return super().turn(x, cos[:, 0], sin[:, 0])
+
+
 class Late(Written):
     """Positions that begin at one."""
 
@@ -262,12 +314,20 @@ def reason(path: Path) -> str:
         (lambda: Written(Crossed, rotary=16), "aten.slice"),
         (lambda: Written(Quick, rotary=16), "aten.mul"),
         (lambda: Late(rotary=16), "the table is not that of a rope"),
+        (lambda: Written(Shifted, rotary=16), "a bias to what has turned"),
+        (lambda: Written(Turned, rotary=16), "do not belong to the tokens"),
     ],
-    ids=["ahead", "alibi", "tiled", "neighbours", "scale", "late"],
+    ids=["ahead", "alibi", "tiled", "neighbours", "scale", "late", "shifted", "heads"],
 )  # fmt: skip
 def test_what_means_something_else_is_not_raised(make: Callable[[], nn.Module], words: str, tmp_path: Path) -> None:
     """The reason stands in the config of the opaque op, or in the error where it is no such op either."""
     path = saved(export(make(), tokens=12), tmp_path)
+    assert words in reason(path)
+
+
+@pytest.mark.parametrize(("block", "words"), [(Longer, "aten.mul"), (Chunked, "its mask is not causal")])
+def test_what_shows_in_long_sequences_alone_is_found(block: type[Block], words: str, tmp_path: Path) -> None:
+    path = saved(export(Far(block), most=200), tmp_path)
     assert words in reason(path)
 
 
