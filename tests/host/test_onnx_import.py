@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import plait
 from plait.errors import ArtifactError, CheckpointError, PlaitError, UnsupportedError
 from plait.frontend.checkpoint import open_checkpoint
 from plait.frontend.lower import lower, unused_tensors
+from plait.frontend.onnx.nodes import HANDLERS
 from plait.ir.module import ops
 from plait.ir.ops import AttentionOp, LinearOp, RopeOp
 from tests import checkpoints
@@ -392,6 +396,89 @@ def test_damaged_files_are_named_errors(tmp_path: Path) -> None:
         path.write_bytes(bytes(broken[:cut]) if rng.random() < 0.2 else bytes(broken))
         with contextlib.suppress(PlaitError):
             lower(open_checkpoint(path))
+
+
+Damage = Callable[[Any], object]
+
+
+def damaged_nodes(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every kind of node without an input, cut short, and with attributes of other types, or none."""
+    seen = set()
+    for at, node in enumerate(model.graph.node):
+        if (node.domain, node.op_type, len(node.input)) in seen:
+            continue
+        seen.add((node.domain, node.op_type, len(node.input)))
+        known = HANDLERS.get((node.domain, node.op_type))
+        names = {item.name for item in node.attribute} | (set(known.attributes) if known else set())
+        changes: list[tuple[str, Damage]] = [("one output", lambda own: own.output.__delitem__(slice(1, None)))]
+        for index in range(len(node.input)):
+            changes += [(f"no input {index}", partial(_drop, index)), (f"{index} inputs", partial(_cut, index))]
+        for name in sorted(names):
+            for value in (0, -1, 7, 0.0, float("nan"), "x", [1], [1.5], None):
+                changes.append((f"{name} = {value}", partial(_say, name, value)))
+        for what, change in changes:
+            copied = copy.deepcopy(model)
+            change(copied.graph.node[at])
+            yield f"{node.op_type}: {what}", copied
+
+
+def _drop(index: int, node: Any) -> None:
+    node.input[index] = ""
+
+
+def _cut(index: int, node: Any) -> None:
+    del node.input[index:]
+
+
+def _say(name: str, value: Any, node: Any) -> None:
+    kept = [item for item in node.attribute if item.name != name]
+    del node.attribute[:]
+    node.attribute.extend(kept if value is None else [*kept, helper.make_attribute(name, value)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*GROUP_QUERY, *OPSET_23, "bits"])
+def test_damaged_nodes_are_named_errors(case: str, tmp_path: Path) -> None:
+    norm = "SimplifiedLayerNormalization" if case in GROUP_QUERY else "RMSNormalization"
+    attention = (GROUP_QUERY | OPSET_23).get(case, group_query(packed=False))
+    g = decoder(attention, norm=norm)
+    path = save(four_bits(g, zeros=True) if case == "bits" else g, tmp_path / "m.onnx")
+    count = 0
+    for _, model in damaged_nodes(onnx.load(path, load_external_data=False)):
+        path.write_bytes(model.SerializeToString())
+        with contextlib.suppress(PlaitError):
+            lower(open_checkpoint(path))
+        count += 1
+    assert count > 50
+
+
+def test_what_a_node_lacks_is_named_and_our_own_faults_are_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(decoder(group_query()), tmp_path / "m.onnx")
+    whole = onnx.load(path, load_external_data=False)
+
+    def told(kind: str, change: Damage) -> str:
+        model = copy.deepcopy(whole)
+        change(next(node for node in model.graph.node if node.op_type == kind))
+        path.write_bytes(model.SerializeToString())
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(path)
+        assert caught.value.code == "onnx-damaged"
+        return caught.value.why
+
+    assert told("RMSNormalization", partial(_cut, 1)).endswith("lacks its input 1")
+    attention, key = "GroupQueryAttention", ("com.microsoft", "GroupQueryAttention")
+    assert told(attention, partial(_say, "num_heads", "x")).endswith("num_heads is 'x', and must be of type int")
+    assert told(attention, partial(_say, "scale", 1)).endswith("scale is 1, and must be of type float")
+
+    def wrong(*words: Any) -> None:
+        raise TypeError("ours")
+
+    monkeypatch.setitem(HANDLERS, key, replace(HANDLERS[key], handle=wrong))
+    path.write_bytes(whole.SerializeToString())
+    with pytest.raises(TypeError, match="ours"):
+        open_checkpoint(path)
 
 
 def test_a_config_beside_it_is_refused(tmp_path: Path) -> None:
