@@ -1,8 +1,8 @@
 """An event simulator of serving: requests through pipelines of slices.
 
-`simulate(setup, traffic)` runs requests (`traffic`, `trace`) through pipelines (`setup`) whose stages say themselves how
-long a step takes (`batch.StageTimes`; `op_times` asks the cost model). `planned` makes a setup of a plan, `costs` makes
-joules and dollars of a result. docs/simulator.md says what is modelled and how it is checked.
+`simulate(setup, traffic)` runs requests (`traffic`, `trace`) through pipelines (`setup`) whose stages say themselves
+how long a step takes (`batch.StageTimes`; `op_times` asks the cost model). `planned` makes a setup of a plan, `costs`
+makes joules and dollars of a result. docs/simulator.md says what is modelled and how it is checked.
 """
 
 from plait.cost_models.simulator.batch import Batch, ConstantTimes, PointTimes, StageTimes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def shares_of(step: Step) -> list[tuple[int, int]]:
     return decodes + [(s.id, new) for s, (new, _) in zip(step.chunked, step.batch.chunks, strict=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     asked=requests,
     in_flight=st.integers(1, 4),
@@ -76,7 +77,7 @@ def test_the_same_requests_make_the_same_steps(asked, in_flight, max_sequences, 
             if step is None:
                 break
             starts = theirs.batch.query_starts
-            counts = [int(b - a) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+            counts = [int(b - a) for a, b in pairwise(starts)]
             assert shares_of(step) == [(s.id, n) for s, n in zip(theirs.sequences, counts, strict=True)]
             lens = [int(n) for n in theirs.batch.kv_lens]
             decodes = step.batch.decodes
