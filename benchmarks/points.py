@@ -136,7 +136,11 @@ def dtypes(row: Row, at: Device) -> tuple[str, str]:
     wanted = {"fp4": ("fp4",), "fp8": ("fp8",)}.get(row.precision, ())
     dense = "bfloat16" if row.model.startswith("gpt-oss") else narrow(wanted)
     # GPT-OSS multiplies MXFP4 by bfloat16 where there is no FP4, by FP8 where there is.
-    experts = narrow(wanted) if not row.model.startswith("gpt-oss") else ("fp8" if "fp4" in at.peak_flops_per_s else "bfloat16")
+    experts = (
+        narrow(wanted)
+        if not row.model.startswith("gpt-oss")
+        else ("fp8" if "fp4" in at.peak_flops_per_s else "bfloat16")
+    )
     return dense, experts
 
 

@@ -13,27 +13,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from plait.cost_models import serving
 from plait.cost_models.collectives import all_reduce_s
-from plait.cost_models.op_time import EXPERTS, KINDS, MATMUL, ATTENTION, Shard, Speeds, Work, seconds, unit_rows
+from plait.cost_models.op_time import ATTENTION, EXPERTS, KINDS, MATMUL, Shard, Speeds, Work, seconds, unit_rows
 from plait.cost_models.profile import ModelProfile
+from plait.cost_models.speeds import MOST_BANDWIDTH, FittedSpeeds, Phase
+from plait.cost_models.speeds import Fitted as Number
 from plait.cost_models.tables import Floats
 from plait.ir.facts import Step
-from plait.spec import Device
+from plait.spec import Device, Source
 
 #: Tokens that one step takes of prompts.
 STEP_TOKENS = 8192
 
 #: Of the memory that weights leave, what engines give to KV; and what they keep for activations and workspaces.
 KV_SHARE, KEPT_BYTES = 0.9, 2e9
-
-#: Of the nominal bandwidth, the most that any kernel streams; refresh and row changes take the rest.
-MOST_BANDWIDTH = 0.95
 
 #: The most requests an engine runs at once where nobody says.
 MOST_RUNNING = 2048
@@ -60,6 +59,7 @@ DEVICE: dict[str, Quantity] = {
     "experts": Quantity(0.4, what="share of the achieved peak of their dtype: experts"),
     "attention": Quantity(0.5, what="share of the achieved 16-bit peak: attention"),
     "launch_s": Quantity(3e-6, (0.7, 0.3, 0.2), "s", "one kernel"),
+    "expert_launch_s": Quantity(2e-5, (0.7, 0.3, 0.2), "s", "what sorts tokens by expert and sums what experts give"),
     "reduce_latency_s": Quantity(8e-6, (0.7, 0.3, 0.2), "s", "one round of an all-reduce"),
     "link": Quantity(0.6, what="share of the nominal bandwidth to all peers"),
 }
@@ -71,11 +71,24 @@ ENGINE: dict[str, Quantity] = {
     "host_s": Quantity(2e-3, (1.0, 0.7, 0.0), "s", "host work of a step"),
     "host_request_s": Quantity(1e-5, (1.0, 0.7, 0.0), "s", "host work of a step for each request"),
     "first_s": Quantity(0.03, (0.7, 0.7, 0.0), "s", "before a prompt is run and after its token is made"),
+    "stretch": Quantity(1.2, (0.4, 0.4, 0.0), what="times its own time until a prompt is done, beside others, at least once"),
     "queue": Quantity(1.0, (0.7, 0.5, 0.0), what="times the wait of an M/D/1 queue"),
     "burst": Quantity(0.1, (1.0, 1.0, 0.0), what="share of requests that the benchmark starts together"),
 }
 
-GLOBAL: dict[str, Quantity] = {"overlap": Quantity(3.0, (0.3, 0.0, 0.0), what="p of the norm of arithmetic and traffic")}
+GLOBAL: dict[str, Quantity] = {
+    "overlap": Quantity(3.0, (0.3, 0.0, 0.0), what="p of the norm of arithmetic and traffic")
+}
+
+
+PHASES: dict[str, Phase] = {
+    "ttft": "prefill",
+    "prompt": "prefill",
+    "tpot": "decode",
+    "token": "decode",
+    "latency": "decode",
+    "throughput": "throughput",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +124,10 @@ class Point:
     value: float
     group: tuple[str, str]
 
+    @property
+    def phase(self) -> Phase:
+        return PHASES[self.metric]
+
 
 def kv_room(point: Point) -> int:
     """Requests whose KV fits beside the weights, over all devices and stages.
@@ -123,7 +140,8 @@ def kv_room(point: Point) -> int:
     devices = shard.devices * point.stages
     room = devices * (point.device.memory_bytes - KEPT_BYTES) - weights
     heads = min((kv.kv_heads for unit in profile.blocks for kv in unit.facts.kv), default=1)
-    copies = max(1.0, shard.devices / heads)
+    # Too few heads for all devices: they hold copies, or each device the KV of other requests where throughput counts.
+    copies = 1.0 if point.scenario == "offline" else max(1.0, shard.devices / heads)
     grown = point.output_tokens * (1.0 if point.engine.startswith("trtllm") else 0.5)
     tokens = point.prompt_tokens + grown
     each = sum(
@@ -248,6 +266,9 @@ class Names:
                 found.update(dict.fromkeys((quantity, level) for quantity in ENGINE))
         return Names(tuple(found))
 
+    def index(self) -> dict[tuple[str, str], int]:
+        return {node: i for i, node in enumerate(self.nodes)}
+
     def strays(self) -> Floats:
         return np.array([_quantity(name).strays[level.count("/")] for name, level in self.nodes])
 
@@ -337,6 +358,7 @@ class Sheet:
         self.units = column(lambda p: p.units)
         self.devices = column(lambda p: p.shard.devices)
         self.output = column(lambda p: p.output_tokens)
+        self.stages = column(lambda p: p.stages)
         self.running = np.array([case.running for case in self.cases])
         self.prompts = np.array([case.prompt_share for case in self.cases])
         self.concurrency = np.array([c.point.concurrency or c.running for c in self.cases], dtype=float)
@@ -363,50 +385,94 @@ class Sheet:
         self.speed = np.array([names.index(name) for name in speed])
         self.is_expert = kinds == EXPERTS
 
-    def quantities(self, logs: Mapping[tuple[str, str], float]) -> tuple[dict[str, Floats], float]:
+    def predict(self, logs: Mapping[tuple[str, str], float]) -> Floats:
+        """What nodes of the hierarchy lead to, for every point."""
+        return self._expected(lambda name, levels: value_of(name, levels, logs))
+
+    def expected(self, speeds: FittedSpeeds) -> Floats:
+        """The same from the numbers of the file: those of the deepest level that it has."""
+        tables = speeds.devices | speeds.engines
+
+        def value(name: str, levels: Sequence[str]) -> float:
+            if name == "overlap":
+                return speeds.overlap.value
+            found = next((tables[level] for level in reversed(levels) if level in tables), None)
+            return _quantity(name).default if found is None else found[name].value
+
+        return self._expected(value)
+
+    def _quantities(self, value: Callable[[str, Sequence[str]], float]) -> tuple[dict[str, Floats], float]:
         """Values per case, and the overlap."""
         out = {}
         for table, (levels, place) in ((DEVICE, self.device_levels), (ENGINE, self.engine_levels)):
             for name in table:
-                out[name] = np.array([value_of(name, level, logs) for level in levels])[place]
-        return out, value_of("overlap", ("",), logs)
+                out[name] = np.array([value(name, level) for level in levels])[place]
+        return out, value("overlap", ("",))
 
-    def predict(self, logs: Mapping[tuple[str, str], float]) -> Floats:
-        """What is expected of every point."""
-        q, overlap = self.quantities(logs)
+    def _expected(self, value: Callable[[str, Sequence[str]], float]) -> Floats:
+        q, overlap = self._quantities(value)
         owner = self.owner[self.step]
         per_device = np.stack([q[name] for name in DEVICE])
         efficiency = np.minimum(1.0, self.achieved * per_device[self.speed, owner])
         weights = np.where(self.is_expert, q["expert_bandwidth"][owner], q["bandwidth"][owner])
         stream = self.bandwidth[owner] * np.minimum(MOST_BANDWIDTH, self.bandwidth_achieved[owner] * weights)
         kv = self.bandwidth[owner] * np.minimum(MOST_BANDWIDTH, (self.bandwidth_achieved * q["kv_bandwidth"])[owner])
-        at = Speeds(self.peak * efficiency, stream, kv, (q["launch_s"] * q["launches"])[owner], self.units[owner], overlap)
-        ops = np.bincount(self.step, seconds(self.work, at) * self.work.count, len(self.owner))
-        link = self.link_rate * np.minimum(1.0, q["link"])
+        launch = (q["launch_s"] * q["launches"])[owner]
+        at = Speeds(
+            self.peak * efficiency, stream, kv, launch, q["expert_launch_s"][owner], self.units[owner], overlap
+        )
+        link = (self.link_rate * np.minimum(1.0, q["link"]))[self.owner]
         reduce = self.reduces * all_reduce_s(
-            self.reduced, self.devices[self.owner], link[self.owner], q["reduce_latency_s"][self.owner]
+            self.reduced, self.devices[self.owner], link, q["reduce_latency_s"][self.owner]
         )
         slower = np.where(self.is_decode, 1.0, np.maximum(1.0, q["prefill"][self.owner]))
         host = q["host_s"][self.owner] + q["host_request_s"][self.owner] * self.requests
-        each = serving.step_s(ops * slower + reduce, host) * self.times
-        cases = len(self.cases)
-        decode = np.bincount(self.owner[self.is_decode], each[self.is_decode], cases)
-        prompt = np.bincount(self.owner[~self.is_decode], each[~self.is_decode], cases)
-        chunks = np.bincount(self.owner[~self.is_decode], self.times[~self.is_decode], cases)
-        return self._metrics(q, decode, prompt, chunks)
-
-    def _metrics(self, q: dict[str, Floats], decode: Floats, prompt: Floats, chunks: Floats) -> Floats:
+        decode, prompt, chunks = self._phases(serving.step_s(self._ops(at) * slower + reduce, host))
         # Beside decoding requests a prompt costs what it adds to their steps.
         added = np.where(self.scenario == "serving", np.maximum(prompt - chunks * decode, 0.2 * prompt), prompt)
+        return self._metrics(decode, prompt, added, q["first_s"], q["queue"], np.minimum(q["burst"], 1.0), q["stretch"])
+
+    def roofline(self) -> Floats:
+        """What nominal peaks, bandwidths and links promise, through the same closed forms, without any overhead."""
+        owner = self.owner[self.step]
+        stream = self.bandwidth[owner]
+        each = self._ops(Speeds(self.peak, stream, stream, 0.0, 0.0, 0, 64.0))
+        each = each + self.reduces * all_reduce_s(
+            self.reduced, self.devices[self.owner], self.link_rate[self.owner], 0.0
+        )
+        decode, prompt, chunks = self._phases(each)
+        added = np.where(self.scenario == "serving", np.maximum(prompt - chunks * decode, 0.2 * prompt), prompt)
+        return self._metrics(decode, prompt, added, 0.0, 1.0, ENGINE["burst"].default)
+
+    def from_phases(self, decode_s: Floats, prompt_s: Floats) -> Floats:
+        """What another model's times of the two phases of every case come to, through the same closed forms."""
+        return self._metrics(decode_s, prompt_s, prompt_s, 0.0, 1.0, ENGINE["burst"].default)
+
+    def _ops(self, at: Speeds) -> Floats:
+        """Seconds of the ops of every step."""
+        return np.bincount(self.step, seconds(self.work, at) * self.work.count, len(self.owner))
+
+    def _phases(self, each: Floats) -> tuple[Floats, Floats, Floats]:
+        """Of every case: seconds of a decode step, of all steps of its prompts, and their number."""
+        cases, decode = len(self.cases), self.is_decode
+        each = each * self.times
+        return (
+            np.bincount(self.owner[decode], each[decode], cases),
+            np.bincount(self.owner[~decode], each[~decode], cases),
+            np.bincount(self.owner[~decode], self.times[~decode], cases),
+        )
+
+    def _metrics(
+        self, decode: Floats, prompt: Floats, added: Floats, first: Any, queue: Any, share: Any, stretch: Any = 1.0
+    ) -> Floats:
         added = added / self.prompts
         load = serving.Load(self.concurrency, self.running, self.output)
-        share = np.minimum(q["burst"], 1.0)
         served = serving.mixed(
-            serving.burst(decode, added, load, first_s=q["first_s"]),
-            serving.steady(decode, added, load, first_s=q["first_s"], queue=q["queue"]),
+            serving.burst(decode, added, load, first_s=first),
+            serving.steady(decode, added, load, first_s=first, queue=queue, stretch=np.maximum(stretch, 1.0)),
             share,
         )
-        offline = serving.offline_tokens_per_s(decode, added, self.running, self.output)
+        offline = serving.offline_tokens_per_s(decode, added / self.stages, self.running, self.output)
         online = self.concurrency * self.output / (served.ttft_s + self.output * served.tpot_s)
         by_metric = {
             "ttft": served.ttft_s,
@@ -425,10 +491,65 @@ class Sheet:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """The mode and the standard deviation of every node, on a log scale."""
+    """The mode of every node and their covariance, on a log scale."""
 
-    logs: dict[tuple[str, str], float]
-    deviations: dict[tuple[str, str], float] = field(default_factory=dict)
+    names: Names
+    at: Floats
+    covariance: Floats
+
+    @property
+    def logs(self) -> dict[tuple[str, str], float]:
+        return dict(zip(self.names.nodes, self.at.tolist(), strict=True))
+
+    def number(self, name: str, levels: Sequence[str]) -> Number:
+        """A quantity as its levels add up, with its range: 80 % of what the fit leaves open, and of how far levels that
+        are not given stray."""
+        quantity, index = _quantity(name), self.names.index()
+        mine = [index[name, level] for level in levels if (name, level) in index]
+        prior = sum(stray**2 for stray in quantity.strays)
+        left = float(self.covariance[np.ix_(mine, mine)].sum()) + sum(s**2 for s in quantity.strays[len(mine) :])
+        value = quantity.default * float(np.exp(self.at[mine].sum()))
+        reach = float(np.exp(_EIGHTY * left**0.5))
+        known = left < _INFORMED * prior
+        source: Source = "assumed" if not known else "measured" if len(levels) > 1 or levels[-1] == "" else "interpolated"
+        return Number(_short(value), _short(value / reach), _short(value * reach), source)
+
+    def speeds(self, units: Mapping[str, int], spread: Mapping[str, Mapping[Phase, float]]) -> FittedSpeeds:
+        """All numbers as the file holds them."""
+        levels = {name for _, name in self.names.nodes if name}
+        devices = [name for name in sorted(levels) if ("launch_s", name) in self.names.index()]
+        engines = [name for name in sorted(levels) if ("host_s", name) in self.names.index()]
+
+        def path(name: str) -> list[str]:
+            parts = name.split("/")
+            return ["/".join(parts[: i + 1]) for i in range(len(parts))]
+
+        def table(quantities: Mapping[str, Quantity], name: str, depth: int) -> dict[str, Number]:
+            found = {key: self.number(key, path(name)) for key in quantities}
+            if name.count("/") == depth:
+                return found
+            # What holds for all devices of an architecture is a neighbour's number.
+            return {
+                key: replace(number, source="interpolated" if number.source == "measured" else number.source)
+                for key, number in found.items()
+            }
+
+        return FittedSpeeds(
+            overlap=self.number("overlap", [""]),
+            compute_units=dict(units),
+            devices={name: table(DEVICE, name, 2) for name in devices},
+            engines={name: table(ENGINE, name, 1) for name in engines},
+            spread={backend: dict(phases) for backend, phases in spread.items()},
+        )
+
+
+#: Standard deviations on each side that hold 80 % of a normal; the share of the prior's variance below which the points
+#: have said something.
+_EIGHTY, _INFORMED = 1.28, 0.5
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 #: Noise of one log residual, and the size from which points of one group count as fewer than they are.
@@ -467,7 +588,40 @@ def fit(points: Sequence[Point], *, rounds: int = 40) -> Fitted:
         return np.concatenate([out, np.eye(len(x))])
 
     done = least_squares(residuals, np.zeros(len(names.nodes)), jac=jacobian, max_nfev=rounds, ftol=1e-5)
-    spread = np.sqrt(np.diag(np.linalg.inv(done.jac.T @ done.jac))) * strays
-    return Fitted(
-        dict(zip(names.nodes, done.x * strays, strict=True)), dict(zip(names.nodes, spread, strict=True))
-    )
+    covariance = np.linalg.inv(done.jac.T @ done.jac) * np.outer(strays, strays)
+    return Fitted(names, done.x * strays, covariance)
+
+
+def expected(points: Sequence[Point], fitted: Fitted) -> Floats:
+    """What the fit says of points, whether it saw them or not."""
+    return Sheet(points).predict(fitted.logs)
+
+
+def left_out(points: Sequence[Point], rounds: int = 25) -> Floats:
+    """Of every point, the log ratio of what is expected to what was measured by a fit that saw nothing of its group."""
+    out = np.zeros(len(points))
+    for group in sorted({point.group for point in points}):
+        mine = np.array([point.group == group for point in points])
+        others = [point for point in points if point.group != group]
+        rest = [point for point in points if point.group == group]
+        out[mine] = np.log(expected(rest, fit(others, rounds=rounds)) / [point.value for point in rest])
+    return out
+
+
+def spread_of(points: Sequence[Point], errors: Floats, share: float = 0.8) -> dict[str, dict[Phase, float]]:
+    """The |log error| that `share` of points stay below, by backend and phase: the conformal quantile, the
+    ceil((n + 1) share)-th smallest (Vovk et al. 2005, "Algorithmic learning in a random world"). Where a backend has
+    fewer points than that takes, the widest of all backends stands in."""
+    found: dict[tuple[str, Phase], list[float]] = {}
+    for point, error in zip(points, np.abs(errors), strict=True):
+        found.setdefault((point.device.backend, PHASES[point.metric]), []).append(float(error))
+    widest: dict[Phase, float] = {}
+    known: dict[tuple[str, Phase], float] = {}
+    for (backend, phase), values in found.items():
+        rank = int(np.ceil((len(values) + 1) * share))
+        if rank <= len(values):
+            known[backend, phase] = _short(sorted(values)[rank - 1])
+            widest[phase] = max(widest.get(phase, 0.0), known[backend, phase])
+    phases: tuple[Phase, ...] = ("prefill", "decode", "throughput")
+    backends = sorted({point.device.backend for point in points})
+    return {b: {phase: known.get((b, phase), widest.get(phase, 0.7)) for phase in phases} for b in backends}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,12 @@ _KIND_OF = {
     "plait.latent_attention": ATTENTION,
 }
 
-#: Kernels of an op: experts are sorted, multiplied twice and summed; attention writes its KV first.
-LAUNCHES = {MATMUL: 1.0, EXPERTS: 4.0, ATTENTION: 2.0, OTHER: 0.0}
+#: Kernels of an op: attention writes its KV first; moving activations is fused with what stands around it. Experts are
+#: sorted, multiplied twice and summed, and have a cost of their own.
+LAUNCHES = {MATMUL: 1.0, EXPERTS: 0.0, ATTENTION: 2.0, OTHER: 0.0}
+
+#: And where a product's input is rounded to a narrow dtype first.
+ROUNDING_LAUNCHES = 0.5
 
 
 def kind_of(name: str) -> str:
@@ -119,9 +123,7 @@ def op_row(op: OpFacts, step: Step, shard: Shard, kv_heads: int, count: float = 
     )
 
 
-def unit_rows(
-    facts: UnitFacts, step: Step, shard: Shard = Shard(), count: float = 1.0
-) -> list[tuple[float, ...]]:
+def unit_rows(facts: UnitFacts, step: Step, shard: Shard = Shard(), count: float = 1.0) -> list[tuple[float, ...]]:
     heads = min((kv.kv_heads for kv in facts.kv), default=1)
     return [op_row(op, step, shard, heads, count) for op in facts.ops]
 
@@ -133,7 +135,7 @@ class Speeds:
     Attributes:
         flops_per_s: of each op, by its kind and dtype.
         bytes_per_s, kv_bytes_per_s: of weights and activations, and of KV in an attention.
-        launch_s: of one kernel.
+        launch_s: of one kernel; expert_launch_s: of all kernels that sort tokens by expert and sum what they give.
         units: compute units that take a tile each; 0 where they are not known.
         overlap: p of the norm.
     """
@@ -142,6 +144,7 @@ class Speeds:
     bytes_per_s: Any
     kv_bytes_per_s: Any
     launch_s: Any
+    expert_launch_s: Any
     units: Any
     overlap: Any
 
@@ -160,9 +163,7 @@ def arithmetic_s(work: Work, at: Speeds) -> Floats:
 
 
 def traffic_s(work: Work, at: Speeds) -> Floats:
-    return np.asarray(
-        (work.weight_bytes + work.activation_bytes) / at.bytes_per_s + work.kv_bytes / at.kv_bytes_per_s
-    )
+    return np.asarray((work.weight_bytes + work.activation_bytes) / at.bytes_per_s + work.kv_bytes / at.kv_bytes_per_s)
 
 
 def smooth_max(a: Any, b: Any, p: Any) -> Floats:
@@ -174,8 +175,6 @@ def smooth_max(a: Any, b: Any, p: Any) -> Floats:
 def seconds(work: Work, at: Speeds) -> Floats:
     """Of each op, once."""
     both = smooth_max(arithmetic_s(work, at), traffic_s(work, at), at.overlap)
-    return np.asarray(both + _LAUNCHES[work.kind] * at.launch_s)
-
-
-def repeated(work: Work, count: float) -> Work:
-    return replace(work, count=work.count * count)
+    rounds = (work.kind == KINDS.index(MATMUL)) & ~work.wide
+    kernels = (_LAUNCHES[work.kind] + ROUNDING_LAUNCHES * rounds) * at.launch_s
+    return np.asarray(both + np.where(work.kind == KINDS.index(EXPERTS), at.expert_launch_s, kernels))

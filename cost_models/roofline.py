@@ -1,33 +1,38 @@
-"""Time of an op: the slower of its arithmetic and its traffic (Williams, Waterman, Patterson 2009, "Roofline").
+"""Times of a model's units on a device: the sums over their ops of what `op_time` says of each.
 
-    seconds = max(flops / (peak * achieved), bytes / (bandwidth * achieved))
-
-summed over the ops of a slice, plus the overhead of a step. The low end of every estimate is the same with nominal
-peaks and no overhead, which no device beats; the high end is `PESSIMISTIC` times the value.
+The low end of every estimate is no lower than the nominal roofline, which no device beats (Williams, Waterman, Patterson
+2009, "Roofline": the slower of arithmetic and traffic); the high end is what the fit's errors on unseen groups allow,
+or `PESSIMISTIC` times the value where a backend has no measurements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 
 import numpy as np
 
+from plait.cost_models.op_time import KINDS, MATMUL, Speeds, Work, seconds, unit_rows
 from plait.cost_models.profile import ModelProfile, UnitFacts
+from plait.cost_models.speeds import DeviceSpeeds, Phase, device_speeds, spread
 from plait.cost_models.tables import Floats
 from plait.errors import UserError
 from plait.ir.facts import Step
 from plait.spec import Device, Estimate, Workload
 
-#: Assumed. Published rooflines of large GPUs come out 1.7 to 3.4 times too fast on nominal peaks; the achieved
-#: fractions take about half of that already.
+#: Assumed, where nothing was fitted. Published rooflines of large GPUs come out 1.7 to 3.4 times too fast on nominal
+#: peaks; the achieved fractions take about half of that already.
 PESSIMISTIC = 2.0
 
 
 @dataclass(frozen=True)
 class Rates:
+    """What large products and streams reach, and what ops are timed with; without `speeds` all reach just that."""
+
     flops_per_s: float
     bytes_per_s: float
+    speeds: DeviceSpeeds | None = None
 
 
 def rates(device: Device, dtype: str, *, nominal: bool = False) -> Rates:
@@ -44,9 +49,8 @@ def rates(device: Device, dtype: str, *, nominal: bool = False) -> Rates:
             why="it has " + ", ".join(device.peak_flops_per_s),
             hint=f"choose another dtype, or give peak_flops_per_s.{dtype} in cluster.yaml",
         )
-    if nominal:
-        return Rates(peak, device.bandwidth_bytes_per_s)
-    return Rates(peak * device.achieved.get(dtype, 1.0), device.bandwidth_bytes_per_s * device.bandwidth_achieved)
+    speeds = device_speeds(device, dtype, nominal=nominal)
+    return Rates(speeds.flops[MATMUL], speeds.bytes[MATMUL], speeds)
 
 
 def prefill_steps(workload: Workload, max_step_tokens: int) -> tuple[Step, ...]:
@@ -66,12 +70,20 @@ def decode_step(workload: Workload) -> Step:
 
 def unit_s(facts: UnitFacts, steps: Sequence[Step], at: Rates) -> float:
     """Seconds of a unit over some steps, without overhead."""
-    total = 0.0
-    for step in steps:
-        for op in facts.ops:
-            cost = op.cost(step)
-            total += max(cost.flops / at.flops_per_s, cost.bytes / at.bytes_per_s)
-    return total
+    rows = [row for step in steps for row in unit_rows(facts, step)]
+    if not rows:
+        return 0.0
+    work = Work.of(rows)
+    return float(seconds(work, speeds_of(work, at)).sum())
+
+
+def speeds_of(work: Work, at: Rates) -> Speeds:
+    """The rates of each op by its kind."""
+    known = at.speeds
+    if known is None:
+        return Speeds(at.flops_per_s, at.bytes_per_s, at.bytes_per_s, 0.0, 0.0, 0, 64.0)
+    flops, traffic = (np.array([table[kind] for kind in KINDS])[work.kind] for table in (known.flops, known.bytes))
+    return Speeds(flops, traffic, known.kv_bytes, known.launch_s, known.expert_launch_s, known.units, known.overlap)
 
 
 def memory_bound(facts: UnitFacts, steps: Sequence[Step], at: Rates) -> bool:
@@ -103,6 +115,14 @@ def unit_times(
     return UnitTimes(both[:, 0], both[:, 1], overhead * len(prefill), overhead)
 
 
-def estimate(value: float, low: float) -> Estimate:
-    """A roofline estimate with its range."""
-    return Estimate(value, min(low, value), value * PESSIMISTIC, "roofline")
+def estimate(value: float, low: float, device: Device | None = None, phase: Phase = "decode") -> Estimate:
+    """A time with its range.
+
+    Args:
+        low: the nominal roofline's.
+        device: whose fit gives the range; None for one without.
+    """
+    factor = None if device is None else spread(device, phase)
+    if factor is None:
+        return Estimate(value, min(low, value), value * PESSIMISTIC, "roofline")
+    return Estimate(value, min(value, max(low, value * exp(-factor))), value * exp(factor), "interpolated")

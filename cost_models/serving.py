@@ -48,16 +48,19 @@ def step_s(device_s: Any, host_s: Any) -> Floats:
     return smooth_max(device_s, host_s, 2.0)
 
 
-def steady(decode_s: Any, prefill_s: Any, load: Load, *, first_s: Any = 0.0, queue: Any = 1.0) -> Served:
+def steady(
+    decode_s: Any, prefill_s: Any, load: Load, *, first_s: Any = 0.0, queue: Any = 1.0, stretch: Any = 1.0
+) -> Served:
     """The steady state of continuous batching.
 
     Args:
         first_s: before a prompt reaches the engine, and after its token leaves it.
         queue: how many times the wait of an M/D/1 queue a prompt waits.
+        stretch: how many times its own time a prompt takes, since its chunks alternate with those of others.
     """
     n = np.maximum(np.asarray(load.running, dtype=float), 1.0)
     out = np.asarray(load.output_tokens, dtype=float)
-    alone = first_s + decode_s + prefill_s
+    alone = first_s + decode_s + stretch * prefill_s
     total = alone + out * decode_s
     wait, tpot = np.zeros_like(total), np.zeros_like(total) + decode_s
     for _ in range(_ROUNDS):
@@ -87,7 +90,12 @@ def mixed(first: Served, then: Served, share: Any) -> Served:
 
 
 def offline_tokens_per_s(decode_s: Any, prefill_s: Any, running: Any, output_tokens: Any) -> Floats:
-    """Output tokens per second where requests never lack: in the time of a request every place prefills once."""
+    """Output tokens per second where requests never lack: in the time of a request every place prefills once.
+
+    Args:
+        decode_s: of a step through all stages of a pipeline, with the requests of one of its batches.
+        prefill_s: that one prompt keeps the busiest stage.
+    """
     return np.asarray(running * output_tokens / (output_tokens * decode_s + running * prefill_s))
 
 

@@ -64,8 +64,8 @@ def _slice(tables: Tables, stages: Sequence[Stage], i: int) -> PlannedSlice:
         devices=(device.id,),
         blocks=(start, end),
         memory=tables.memory.estimate(start, end, device),
-        prefill_s=estimate(float(tables.prefill.stage[at]), _part(nominal, "prefill_s", start, end)),
-        decode_s=estimate(float(tables.decode.stage[at]), _part(nominal, "decode_s", start, end)),
+        prefill_s=estimate(float(tables.prefill.stage[at]), _part(nominal, "prefill_s", start, end), device, "prefill"),
+        decode_s=estimate(float(tables.decode.stage[at]), _part(nominal, "decode_s", start, end), device, "decode"),
         hop_s=_hop(tables, stages, i, problem.workload.concurrency) if i + 1 < len(stages) else None,
         kv_tokens=int(tokens) if np.isfinite(tokens) else None,
     )

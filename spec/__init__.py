@@ -6,7 +6,7 @@ Units stand in the field names (`_bytes`, `_s`, `_tokens`, `_per_s`).
 from plait.spec.capability import Capability, Support
 from plait.spec.cluster import Cluster, Device, Link
 from plait.spec.codec import digest, from_dict, from_json, from_yaml, to_dict, to_json, to_yaml
-from plait.spec.estimate import Cause, Estimate, MemoryEstimate
+from plait.spec.estimate import Cause, Estimate, MemoryEstimate, Source
 from plait.spec.kv import KVLayout, kv_class, ring_pages
 from plait.spec.manifest import FORMAT_VERSION, Boundary, Manifest, ManifestSlice
 from plait.spec.plan import IdleDevice, Objective, Plan, PlannedSlice, Prediction, QuantKind
@@ -38,6 +38,7 @@ __all__ = [
     "Prediction",
     "QuantKind",
     "Rows",
+    "Source",
     "Support",
     "Target",
     "WeightRef",
