@@ -60,9 +60,9 @@ class Facts:
             self._made[key] = self._evaluate(value, sample)
         return self._made[key]
 
-    def constant(self, value: ir.Value) -> Array:
-        """What does not depend on lengths. Raises UnsupportedError `onnx-fact`."""
-        first, *others = (self.at(value, sample) for sample in SAMPLES)
+    def constant(self, value: ir.Value, *more: Sample) -> Array:
+        """What does not depend on lengths; `more` are looked at too. Raises UnsupportedError `onnx-fact`."""
+        first, *others = (self.at(value, sample) for sample in (*SAMPLES, *more))
         if not all(np.array_equal(first, other) for other in others):
             refuse("fact", f"{self._name(value)} changes with the length of the sequence")
         return first

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plait.frontend.graph.sample import Sample
 from plait.frontend.graph.weights import take_rows, transposed
 from plait.frontend.onnx.codes import codes
 from plait.frontend.onnx.facts import SAMPLES, describe
@@ -255,7 +256,7 @@ def _with_number(raiser: Raiser, node: ir.Node) -> tuple[Symbol, float]:
     index = 0 if raiser.is_symbol(node.inputs[0]) else 1
     other = node.inputs[1 - index]
     assert other is not None
-    value = raiser.facts.constant(other)
+    value = raiser.facts.constant(other, Sample(raiser.longest - 1, 1))  # a number may grow in long sequences alone
     if value.size != 1 or not np.isfinite(value).all() or not value.all():
         refuse("node", f"{describe(node)}: an activation is multiplied by {list(value.shape)}, and not by one number")
     return raiser.symbol(node, index), decimal(float(value.reshape(-1)[0]))
