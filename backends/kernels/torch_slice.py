@@ -17,6 +17,7 @@ from plait.backends.base import TOKENS, Array, Batch, Int32, LoadOptions, best_t
 from plait.backends.kernels.arrays import to_numpy, to_torch
 from plait.backends.kernels.attention import Cache
 from plait.backends.kernels.lowering import check_weights, dequantised
+from plait.backends.kernels.matmul import Packer
 from plait.backends.kernels.step import Step
 from plait.backends.kernels.torch_eager import LOWERING
 from plait.backends.weights import is_interleaved, read_stacked, read_together, read_weights_json, stored_of
@@ -57,7 +58,9 @@ class TorchSlice:
         self._input_names = list(sig.inputs)
         with torch.inference_mode():
             self._caches: dict[SSAValue, Cache] = {value: self._cache(value, options) for value in sig.kv.values()}
-            self._calls, self._slots = self._program(module)
+            self._packer = Packer()
+            with self._packer.behind():
+                self._calls, self._slots = self._program(module)
         self._held.clear()
 
     def step(self, batch: Batch, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -106,7 +109,12 @@ class TorchSlice:
             **self._dequantised,
         }
 
+    def wait(self) -> None:
+        """Until all matrices are packed, from when on steps take no longer than they must."""
+        self._packer.wait()
+
     def close(self) -> None:
+        self._packer.close()
         self._calls, self._caches = [], {}
 
     def weight(self, name: str, dtype: str) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 from plait.artifact import read_artifact
 from plait.backends.base import Executable, LoadOptions
+from plait.backends.kernels.torch_slice import TorchSlice
 from plait.backends.weights import read_weights_json
 from plait.ir import kv_layouts, read_module
 from plait.registry import load_backend
@@ -46,6 +47,8 @@ def main(backend: str, warm: str, big: str, index: str) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before, read = resident("VmRSS"), bytes_read()
     executable, folder = load(backend, Path(big), int(index))
+    if isinstance(executable, TorchSlice):
+        executable.wait()
     peak, held, read = resident("VmHWM") - before, resident("VmRSS") - before, bytes_read() - read
     refs = read_weights_json(folder / "weights.json").values()
     return {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from plait.backends.conformance import families
 from plait.backends.conformance.models import HIDDEN, Attention, Build, Model, op
 from plait.backends.conformance.script import Script, Turn
 from plait.backends.cpu import BACKEND as CPU
+from plait.backends.kernels import matmul
 from plait.backends.kernels.arrays import to_numpy, to_torch
-from plait.backends.kernels.matmul import product
+from plait.backends.kernels.matmul import Packer, product
 from plait.backends.kernels.step import _bucket
 from plait.errors import CheckpointError
 from plait.ir import read_module
@@ -47,6 +49,62 @@ def test_rows_of_a_product_do_not_depend_on_their_number(dtype: torch.dtype, inn
         assert torch.equal(shared(x[:rows]), want[:rows]), rows
     assert packed(x[:0]).shape == (0, outs)
     torch.testing.assert_close(want.double(), x.double() @ weight.double().T, rtol=0.02, atol=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "outs"), [(2048, 2560), (5632, 256), (576, 3072), (1001, 2003)])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_packing_changes_no_bits(dtype: torch.dtype, inner: int, outs: int, threads: int) -> None:
+    """So a slice may step while its matrices are packed. One row is computed as two."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(130, inner).to(dtype), torch.randn(outs, inner).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        packed, plain = product(weight, None), product(weight, None, shared=True)
+        assert all(torch.equal(packed(x[:rows]), plain(x[:rows])) for rows in (1, 2, 8, 33, 130))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_matrices_are_packed_behind_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run before, while and after; what was closed before it was packed still computes; a failure is heard of."""
+    real, turn, packed = matmul._pack, threading.Event(), list[tuple[int, ...]]()
+
+    def slow(matrix: list[torch.Tensor]) -> None:
+        assert turn.wait(30)
+        packed.append(tuple(matrix[0].shape))
+        real(matrix)
+
+    monkeypatch.setattr(matmul, "_pack", slow)
+    x, weights = torch.randn(4, 64), [torch.randn(outs, 64) for outs in (8, 16, 24)]
+    want = [product(weight, None, shared=True)(x) for weight in weights]
+    packer = Packer()
+    with packer.behind():
+        runs = [product(weight, None) for weight in weights]
+    assert all(map(torch.equal, (run(x) for run in runs), want)) and not packed
+    turn.set()
+    packer.wait()
+    assert packed == [(8, 64), (16, 64), (24, 64)]
+    assert all(map(torch.equal, (run(x) for run in runs), want))
+    with suppress(RuntimeError), packer.behind():
+        runs = [product(weights[0], None)]
+        raise RuntimeError("the next one cannot be read")
+    packer.wait()
+    assert len(packed) == 3, "nothing is packed of a slice that was not read"
+    packer.close()
+
+    def fails(matrix: list[torch.Tensor]) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(matmul, "_pack", fails)
+    packer = Packer()
+    with packer.behind():
+        run = product(weights[0], None)
+    with pytest.raises(MemoryError):
+        packer.wait()
+    packer.close()
+    assert torch.equal(run(x), want[0])
 
 
 @pytest.fixture

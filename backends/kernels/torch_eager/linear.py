@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from plait.backends.kernels.arrays import to_torch
 from plait.backends.kernels.lowering import operand_dtype, weight_name
 from plait.backends.kernels.matmul import product
 from plait.backends.kernels.step import Step
 from plait.backends.kernels.torch_eager.table import LOWERING, Bind, Kernel, Slice
+from plait.backends.weights import fresh
 from plait.ir.ops import HeadLinearOp, LinearOp, LinearsOp, LogitsOp
 from plait.ir.ops.base import number
 
@@ -67,7 +70,9 @@ def _logits(op: LogitsOp) -> Bind:
     def bind(where: Slice) -> Kernel:
         # Logits are float32 whatever the dtype of the model; in 16 bits the best two tokens would often tie.
         # A 16-bit weight, rounded to the model's dtype, is held in float32: twice what the plan counts.
-        weight = where.weight(name, dtype).float()
+        weight = where.weight(name, dtype)
+        if weight.dtype != torch.float32:
+            weight = to_torch(fresh(tuple(weight.shape), np.dtype(np.float32))).copy_(weight)
         score = product(weight, None, shared=dtype == "float32" and where.is_shared(name))
 
         def run(step: Step, x: Tensor) -> Tensor:
