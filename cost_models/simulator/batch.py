@@ -3,37 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
+
+#: Chunks, decodes, and the KV tokens of each decode.
+Lengths: TypeAlias = tuple[tuple[tuple[int, int], ...], int, int]
+
+_KV_BITS, _TOKEN_BITS = 8, 7
 
 
-class Batch(NamedTuple):
-    """One step's lengths, in sums: a step of 256 requests is priced without looking at each.
+class Batch:
+    """One step's lengths, in sums: a step of 256 requests is priced without looking at each. Not to be changed.
 
     Attributes:
         chunks: of every prompt in the step, its new tokens and its KV tokens after the step.
         decodes: requests that decode one token.
         decode_kv: KV tokens of all of them after the step.
         logit_rows: rows of logits: every decode, and every prompt that ends.
+        prompt_tokens, tokens: new ones, of prompts and of all; `tokens` rows cross a boundary.
     """
 
-    chunks: tuple[tuple[int, int], ...]
-    decodes: int
-    decode_kv: int
-    logit_rows: int
+    __slots__ = ("_lengths", "chunks", "decode_kv", "decodes", "logit_rows", "prompt_tokens", "tokens")
 
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(new for new, _ in self.chunks)
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of the step; what crosses a boundary."""
-        return self.prompt_tokens + self.decodes
+    def __init__(self, chunks: tuple[tuple[int, int], ...], decodes: int, decode_kv: int, logit_rows: int) -> None:
+        self.chunks, self.decodes, self.decode_kv, self.logit_rows = chunks, decodes, decode_kv, logit_rows
+        self.prompt_tokens = sum([new for new, _ in chunks]) if chunks else 0
+        self.tokens = self.prompt_tokens + decodes
+        self._lengths: Lengths | None = None
 
     @property
     def kv_tokens(self) -> int:
         """KV tokens that the step's attention reads, in a layer that keeps all."""
         return sum(kv for _, kv in self.chunks) + self.decode_kv
+
+    @property
+    def lengths(self) -> Lengths:
+        """What attention is priced for: chunks, decodes and their mean KV, rounded to 7 and 8 binary digits. Made once
+        for all stages."""
+        if self._lengths is None:
+            mean = rounded(self.decode_kv // self.decodes, _KV_BITS) if self.decodes else 0
+            chunks = self.chunks
+            if chunks:
+                chunks = tuple([(rounded(new, _TOKEN_BITS), rounded(kv, _KV_BITS)) for new, kv in chunks])
+            self._lengths = (chunks, rounded(self.decodes, _TOKEN_BITS), mean)
+        return self._lengths
+
+
+def rounded(number: int, bits: int) -> int:
+    """To the nearest whole number with so many significant binary digits."""
+    shift = number.bit_length() - bits
+    return number if shift <= 0 else (number + (1 << shift >> 1)) >> shift << shift
 
 
 class StageTimes(Protocol):

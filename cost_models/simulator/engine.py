@@ -199,14 +199,14 @@ class _Engine:
     def _walk(self, pipe: _Pipe, step: Step, index: int, ready: float) -> None:
         """A step through the stages from `index` on, to the next shared link or to the end."""
         batch, stages = step.batch, pipe.stages
-        prompt, last = batch.prompt_tokens if batch.chunks else 0, len(stages) - 1
+        prompt, decodes, last = batch.prompt_tokens, batch.decodes, len(stages) - 1
         while True:
             stage = stages[index]
             start = ready if ready > stage.free else stage.free
             stage.free = end = start + stage.spec.times.step_s(batch)
             stage.busy += end - start
             stage.steps += 1
-            stage.timeline.add(start, end, prompt, batch.decodes)
+            stage.timeline.add(start, end, prompt, decodes)
             if index == last:
                 self._at(end, self._end_step, step)
                 return
@@ -218,7 +218,7 @@ class _Engine:
                 self._at(end, self._on_wire, (pipe, step, index))
                 return
             else:
-                ready = wire.send(end, stage.bytes_per_token * (prompt + batch.decodes))
+                ready = wire.send(end, stage.bytes_per_token * batch.tokens)
 
     def _on_wire(self, now: float, what: tuple[_Pipe, Step, int]) -> None:
         pipe, step, index = what

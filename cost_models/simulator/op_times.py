@@ -2,21 +2,21 @@
 
 A slice's ops fall into three by what their cost depends on, which is asked of them, not known by name: the new tokens
 of the step, the rows of logits, the KV lengths. The first two are priced once for every number of tokens and of rows.
-Attention is priced for lengths rounded to 7 binary digits (6 for the tokens of a chunk, and for more than 64 decodes),
-with the decodes at their mean length: 0.4 % off on average where a layer keeps every token; where windows cut some of
-the lengths and not others, the mean is an approximation.
+Attention is priced for rounded lengths (`Batch.lengths`), with the decodes at their mean: at most 1 % off where a layer
+keeps every token; where windows cut some of the lengths and not others, the mean is an approximation.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import cache
 
 from plait.cost_models.profile import ModelProfile, OpFacts, UnitFacts
 from plait.cost_models.roofline import rates, unit_s
-from plait.cost_models.simulator.batch import Batch
-from plait.ir.facts import Step
+from plait.cost_models.simulator.batch import Batch, Lengths
+from plait.ir.facts import Cost, Step
 from plait.spec import Device
 
 #: Seconds of a unit in a step.
@@ -26,8 +26,7 @@ Price = Callable[[UnitFacts, Step], float]
 _PROBE = Step((3, 5), (40, 60), 1)
 _OTHER_KV = Step((3, 5), (400, 7000), 1)
 _OTHER_ROWS = Step((3, 5), (40, 60), 8)
-
-_KV_BITS, _TOKEN_BITS, _EXACT_DECODES = 7, 6, 64
+_COST = [field.name for field in fields(Cost)]
 
 
 class OpTimes:
@@ -42,46 +41,44 @@ class OpTimes:
     def __init__(self, units: Sequence[UnitFacts], price: Price, overhead_s: float = 0.0) -> None:
         self._price, self._overhead_s = price, overhead_s
         counts = Counter(units)
-        self._by_tokens = _Part(counts, price, lambda op: not _reads_kv(op) and not _makes_rows(op))
-        self._by_rows = _Part(counts, price, lambda op: not _reads_kv(op) and _makes_rows(op))
-        self._by_kv = _Part(counts, price, _reads_kv)
-        self._tokens, self._rows, self._kv = dict[int, float](), dict[int, float](), dict[object, float]()
+        self._by_tokens = _part(counts, lambda op: not _reads_kv(op) and not _makes_rows(op))
+        self._by_rows = _part(counts, lambda op: not _reads_kv(op) and _makes_rows(op))
+        self._by_kv = [(unit, [_Additive(op) for op in unit.ops], count) for unit, count in _part(counts, _reads_kv)]
+        self._tokens, self._rows, self._kv = dict[int, float](), dict[int, float](), dict[Lengths, float]()
 
     def step_s(self, batch: Batch) -> float:
-        tokens, rows = batch.tokens, batch.logit_rows
+        tokens, rows, lengths = batch.tokens, batch.logit_rows, batch.lengths
         fixed = self._tokens.get(tokens)
         if fixed is None:
-            fixed = self._tokens[tokens] = self._overhead_s + self._by_tokens.seconds(Step((tokens,), (tokens,), 0))
+            fixed = self._overhead_s + self._sum(self._by_tokens, Step((tokens,), (tokens,), 0))
+            self._tokens[tokens] = fixed
         logits = self._rows.get(rows)
         if logits is None:
-            logits = self._rows[rows] = self._by_rows.seconds(Step((1,) * rows, (1,) * rows, rows)) if rows else 0.0
-        return fixed + logits + self._attention(batch)
+            logits = self._sum(self._by_rows, Step((1,) * rows, (1,) * rows, rows)) if rows else 0.0
+            self._rows[rows] = logits
+        attention = self._kv.get(lengths)
+        if attention is None:
+            attention = self._kv[lengths] = self._attention(lengths, rows)
+        return fixed + logits + attention
 
-    def _attention(self, batch: Batch) -> float:
-        chunks, decodes = batch.chunks, batch.decodes
-        mean = rounded(batch.decode_kv // decodes, _KV_BITS) if decodes else 0
-        if chunks:
-            chunks = tuple([(rounded(new, _TOKEN_BITS), rounded(kv, _KV_BITS)) for new, kv in chunks])
-        counted = decodes if decodes <= _EXACT_DECODES else rounded(decodes, _TOKEN_BITS)
-        key = (chunks, counted, mean)
-        known = self._kv.get(key)
-        if known is None:
-            new, kv = ([chunk[i] for chunk in chunks] for i in (0, 1))
-            lens = [max(pair) for pair in zip(new, kv, strict=True)]
-            step = Step((*new, *(1,) * counted), (*lens, *(mean,) * counted), batch.logit_rows)
-            known = self._kv[key] = self._by_kv.seconds(step)
-        return known
+    def _sum(self, units: list[tuple[UnitFacts, int]], step: Step) -> float:
+        return sum(count * self._price(unit, step) for unit, count in units)
+
+    def _attention(self, lengths: Lengths, rows: int) -> float:
+        chunks, decodes, mean = lengths
+        new = tuple(new for new, _ in chunks) + (1,) * decodes
+        kv = tuple(max(chunk) for chunk in chunks) + (mean,) * decodes
+        step, seconds = Step(new, kv, rows), 0.0
+        for unit, ops, count in self._by_kv:
+            fixed = replace(unit, ops=tuple(op.at(step, len(chunks)) for op in ops))
+            seconds += count * self._price(fixed, step)
+        return seconds
 
 
-class _Part:
-    """Some ops of some units, and how often each unit is there."""
-
-    def __init__(self, counts: Counter[UnitFacts], price: Price, has: Callable[[OpFacts], bool]) -> None:
-        parts = [(replace(unit, ops=tuple(filter(has, unit.ops))), count) for unit, count in counts.items()]
-        self._units, self._price = [(unit, count) for unit, count in parts if unit.ops], price
-
-    def seconds(self, step: Step) -> float:
-        return sum(count * self._price(unit, step) for unit, count in self._units)
+def _part(counts: Counter[UnitFacts], has: Callable[[OpFacts], bool]) -> list[tuple[UnitFacts, int]]:
+    """Units with some of their ops only, where they have such, and how often each is there."""
+    parts = [(replace(unit, ops=tuple(filter(has, unit.ops))), count) for unit, count in counts.items()]
+    return [(unit, count) for unit, count in parts if unit.ops]
 
 
 def _reads_kv(op: OpFacts) -> bool:
@@ -92,10 +89,34 @@ def _makes_rows(op: OpFacts) -> bool:
     return op.cost(_PROBE) != op.cost(_OTHER_ROWS)
 
 
-def rounded(number: int, bits: int) -> int:
-    """To the nearest whole number with so many significant binary digits."""
-    shift = number.bit_length() - bits
-    return number if shift <= 0 else (number + (1 << shift >> 1)) >> shift << shift
+class _Additive:
+    """An op whose cost in a step is the sum over its sequences, as attention's is, so that equal ones are asked once.
+    One that is not (probed) is asked for the whole step."""
+
+    def __init__(self, op: OpFacts) -> None:
+        self._op = op
+        self._one = cache(lambda new, kv: op.cost(Step((new,), (kv,), 0)))
+        self._adds = all(
+            self._close(op.cost(step), sum(map(self._one, step.query_lens, step.kv_lens), Cost()))
+            for step in (_PROBE, _OTHER_KV)
+        )
+
+    def at(self, step: Step, chunks: int) -> OpFacts:
+        """The op with its cost in a step of some chunks and then equal decodes."""
+        decodes = len(step.query_lens) - chunks
+        if not self._adds:
+            return self._op
+        total = sum(map(self._one, step.query_lens[:chunks], step.kv_lens[:chunks]), Cost())
+        if decodes:
+            one = self._one(1, step.kv_lens[-1])
+            total = total + Cost(
+                one.flops * decodes, one.weight_bytes, one.activation_bytes * decodes, one.kv_bytes * decodes
+            )
+        return replace(self._op, cost=lambda _: total)
+
+    @staticmethod
+    def _close(a: Cost, b: Cost) -> bool:
+        return all(abs(getattr(a, f) - getattr(b, f)) <= 1e-9 * getattr(a, f) for f in _COST)
 
 
 def slice_times(model: ModelProfile, device: Device, start: int, end: int) -> OpTimes:
