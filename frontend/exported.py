@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from xdsl.dialects.builtin import ModuleOp
 
 from plait.errors import MissingDependencyError, PlaitError, UnsupportedError
+from plait.frontend.aten.graph import describe
 from plait.frontend.aten.raised import FAMILY, Raised, raise_program
 from plait.frontend.files import TensorFiles, version
 from plait.frontend.opaque import FAMILY as OPAQUE
@@ -85,7 +87,8 @@ def build_program(config: ProgramConfig, dtype: str) -> ModuleOp:
     """The module: one `plait.opaque` with a StableHLO program per length.
 
     Raises:
-        UnsupportedError: `exported-dtype`: another dtype than its own is asked for; `torch-mlir-refused`.
+        UnsupportedError: `exported-dtype`: another dtype than its own is asked for; `torch-mlir-refused`: naming what
+            torch-mlir cannot write, where it stands, and why the program is not made of plait's ops.
     """
     if dtype != config.dtype:
         raise UnsupportedError(
@@ -96,8 +99,11 @@ def build_program(config: ProgramConfig, dtype: str) -> ModuleOp:
         )
     found = _program(Path(config.file))
     assert found.exported is not None
-    with quiet():
-        made = [written(found.exported, found.aliases, length) for length in config.lengths]
+    try:
+        with quiet():
+            made = [written(found.exported, found.aliases, length) for length in config.lengths]
+    except UnsupportedError as err:
+        raise _unwritten(config, found.exported, err) from err
     refs = found.tensors.weights
     b = Builder(OPAQUE, config.dtype)
     b.block = 0
@@ -110,6 +116,25 @@ def build_program(config: ProgramConfig, dtype: str) -> ModuleOp:
     )
     _read.cache_clear()  # the weights that torch holds are not needed any more
     return b.finish({"logits": logits})
+
+
+_TORCH_OP = re.compile(r"torch\.(?:operator\b.*?name = \"torch\.)?((?:aten|prims|torchvision|higher_order)\.\w+)")
+"""An op in what torch-mlir says."""
+
+
+def _unwritten(config: ProgramConfig, exported: ExportedProgram, err: UnsupportedError) -> UnsupportedError:
+    """What torch-mlir refuses, with the node of the program that it is; no node is known of what torch takes apart."""
+    if err.code != "torch-mlir-refused":
+        return err
+    found = _TORCH_OP.search(err.why)
+    nodes = [node for node in exported.graph.nodes if found and f"{node.target}.".startswith(f"{found[1]}.")]
+    what = describe(nodes[0]) if nodes else found[1] if found else "a part of it"
+    return UnsupportedError(
+        err.code,
+        f"{Path(config.file).name} is not made of plait's ops, and torch-mlir cannot write {what}",
+        why=f"{config.reason}; {err.what}: {err.why}",
+        hint="give the checkpoint that it was made from, or export the module without it",
+    )
 
 
 def save_program(exported: ExportedProgram, path: Path) -> None:
@@ -174,8 +199,16 @@ def _opaque(
     dtype: str,
     reason: UnsupportedError,
 ) -> _Program:
-    require()
     why = reason.what + (f" ({reason.why})" if reason.why else "")
+    try:
+        require()
+    except MissingDependencyError as err:
+        raise MissingDependencyError(
+            err.code,
+            f"{archive.path.name} is not made of plait's ops, and one opaque op needs torch-mlir",
+            why=f"{err.why}; {why}",
+            hint=err.hint,
+        ) from err
     kept = {name for names in aliases.values() for name in names}
     others = {name: tensor for name, tensor in (exported.state_dict | exported.constants).items() if name not in kept}
     try:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 import plait
-from plait.errors import UnsupportedError
+from plait.errors import MissingDependencyError, UnsupportedError
+from plait.frontend import exported
 from plait.frontend.exported import RaisedConfig, read_program, save_program
 from plait.frontend.opaque import ProgramConfig
 from plait.ir.module import ops
@@ -342,3 +344,20 @@ def test_caches_in_another_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="exported-signature") as caught:
         read_program(saved(program, tmp_path))
     assert "not the caches that go in (past_0_0, past_0_1), in their order" in caught.value.why
+
+
+def test_what_neither_plait_nor_torch_mlir_takes_is_named_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' experts count tokens with histc; and the node that keeps the program from being raised."""
+    path = saved(export(Plain(family("gpt_oss", "eager")), tokens=16), tmp_path)
+    with pytest.raises(UnsupportedError, match="torch-mlir-refused") as caught:
+        plait.plan(path, "v5e")
+    assert "the node 'histc' (aten.histc.default) of 'model.model.layers.0.mlp.experts', at " in caught.value.what
+    assert "of 'model.model.layers.0.self_attn', at gpt_oss/modeling_gpt_oss.py:" in caught.value.why
+    found = importlib.util.find_spec
+    exported._read.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch_mlir" else found(name))
+    with pytest.raises(MissingDependencyError, match="torch-mlir-missing") as missing:
+        plait.plan(path, "v5e")
+    assert "is not raised" in missing.value.why and "self_attn" in missing.value.why
