@@ -41,6 +41,7 @@ _WITHOUT_EFFECT = {
     "it cuts the batch into chunks that do not see each other": "chunk_size_feed_forward",
     "plait builds decoders only": "is_decoder",
     "it names code of the model's repository, which plait does not run": "auto_map",
+    "plait's batches are ragged and have no padding; it is only checked": "pad_token_id",
 }
 
 NO_EFFECT = {key: reason for reason, keys in _WITHOUT_EFFECT.items() for key in keys.split()}

@@ -87,7 +87,7 @@ def test_quantised_weights_are_merged_dequantised_and_the_plan_says_so(source: P
     out = tmp_path / "m.plait"
     assert np.abs(logits(quantised, out, ids, "2xh100", lora=adapter) - expected).max() < 1e-4
     *_, note = plait.open(out, in_process=True).plan.notes or ()
-    assert "merged into 6 weights" in note and "6 of them were stored quantised" in note
+    assert "merged into 6 weights" in note and "6 of them stored quantised until now" in note
     refs = read_weights_json(next(out.glob("slices/0-*")) / "weights.json")
     assert refs[f"{Q}.weight"].encoding == "float32"
     assert refs["model.layers.0.self_attn.k_proj.weight"].encoding == "e4m3fn"
