@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from plait.cost_models import host
 from plait.cost_models.entries import GB, GIB, UNIT_BYTES, Entry, defaults, entries, local_paths, networks
+from plait.cost_models.figures import checked
 from plait.errors import UsageError, UserError, did_you_mean
 from plait.spec import Cluster, Device, Link, Target
 
@@ -23,9 +24,14 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _PCIE_GB_PER_S = 31.0
 
 
+@functools.cache
 def devices() -> tuple[Entry, ...]:
-    """Every chip of the catalogue. `cpu`, this host, is not among them: its numbers are read when it is asked for."""
-    return entries()
+    """Every chip of the catalogue. `cpu`, this host, is not among them: its numbers are read when it is asked for.
+
+    Raises:
+        UserError: `catalogue-figures`, where those of a chip cannot be right (`figures.py`).
+    """
+    return tuple(map(checked, entries()))
 
 
 def lookup(name: str) -> Entry:
@@ -262,7 +268,7 @@ def _backend(target: Target, own: str, title: str, more: Collection[str]) -> str
         return own
     if target.backend == NULL or target.backend in more:
         return target.backend or own
-    known = {entry.backend for entry in entries()} | {HOST_CPU, NULL, *more}
+    known = {entry.backend for entry in devices()} | {HOST_CPU, NULL, *more}
     near = "" if target.backend in known else did_you_mean(target.backend or "", known)
     raise UsageError(
         "target-backend",
@@ -283,7 +289,7 @@ def _staged(found: tuple[Device, ...]) -> Link:
 @functools.cache
 def _index() -> dict[str, Entry]:
     out: dict[str, Entry] = {}
-    for entry in entries():
+    for entry in devices():
         for name in entry.names:
             assert _plain(name) not in out, f"two chips are called {name}"
             out[_plain(name)] = entry

@@ -115,6 +115,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Architecture:
+    """A row of architectures.yaml, which says what its fields are."""
+
+    rates: dict[str, float]
+    source: str
+    peer_gb_per_s: float | None = None
+    logical: int = 1
+    units: int | None = None
+
+
+@dataclass(frozen=True)
 class BackendDefaults:
     reserve_bytes: int
     reserve_fraction: float
@@ -184,6 +195,12 @@ def entries() -> tuple[Entry, ...]:
         if file.name.endswith(".yaml")
         for i, data in enumerate(_load(file))
     )
+
+
+@functools.cache
+def architectures() -> dict[str, Architecture]:
+    """Architecture -> what every chip of it has in common; those that the file does not name have no rule."""
+    return from_dict(dict[str, Architecture], _load(_root() / "architectures.yaml"), path="architectures.yaml")
 
 
 @functools.cache
