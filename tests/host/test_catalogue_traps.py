@@ -1,4 +1,4 @@
-"""Nominal figures that lie: what the catalogue holds for each known trap, and that an entry that falls in is refused."""
+"""Nominal figures that lie: what the catalogue holds for each known trap; an entry that falls in is refused."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_bandwidth_is_bus_times_rate(name: str) -> None:
     assert lookup(name).memory.bandwidth_gb_per_s == pytest.approx(bits * rate / 8, rel=0.03)
 
 
-# Compute units, MHz, flops per unit and clock with FP32 accumulate: tables of the white papers. The other chips have theirs
-# in the catalogue (`derive`).
+# Compute units, MHz, flops per unit and clock with FP32 accumulate, of the white papers. The other chips have theirs in
+# the catalogue (`derive`).
 PEAKS: dict[str, tuple[str, int, float, int]] = {
     "a100-40-pcie": ("bfloat16", 108, 1410, 2048),
     "a10g": ("bfloat16", 80, 1710, 512),
