@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.errors import CheckpointError, PlaitError, UnsupportedError
-from plait.frontend.config_reader import ENDS, NO_EFFECT
+from plait.frontend.config_reader import ENDS, NO_EFFECT, PADDING
 from plait.frontend.families import read_config
 from plait.frontend.families.decoder import build_decoder
 from plait.ir import kv_layouts
@@ -121,7 +121,7 @@ def test_an_unknown_key_gets_a_suggestion() -> None:
 
 
 def test_keys_without_effect_are_passed_over() -> None:
-    assert read(LLAMA, **dict.fromkeys(NO_EFFECT, "whatever")) == read(LLAMA)
+    assert read(LLAMA, **dict.fromkeys(NO_EFFECT, "whatever") | {PADDING: 5}) == read(LLAMA)
     assert all(reason for reason in NO_EFFECT.values())
 
 
