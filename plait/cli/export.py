@@ -22,9 +22,10 @@ from plait.words import bytes_text, counted
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rich.table import Table
     from xdsl.dialects.builtin import ModuleOp
 
-    from plait.backends.kernels.stateless import Argument
+    from plait.backends.kernels.stateless import Argument, StatelessSlice
     from plait.frontend.checkpoint import Checkpoint
     from plait.spec import WeightRef
 
@@ -106,7 +107,6 @@ def command(
     verbose: Verbose = False,
 ) -> None:
     from plait.cli.screen import Screen
-    from plait.cli.tables import table
     from plait.frontend import torch_mlir
 
     screen = Screen(as_json=as_json)
@@ -131,19 +131,11 @@ def command(
         progress("export", 0, 1)
         stateless = StatelessSlice(module, shape)
         text = torch_mlir.mlir_text(stateless, stateless.example(), form)
-    head = [
-        f"{title}: {phase} of {shape.sequences} x {shape.tokens} tokens in a context of {shape.context}, as {form} by "
-        f"{torch_mlir.version_text()}",
-        *(f"%arg{index}: {_text(item)}" for index, item in enumerate(stateless.arguments)),
-        *(f"result {index}: {_text(item)}" for index, item in enumerate(stateless.results)),
-    ]
+    step = f"{phase} of {shape.sequences} x {shape.tokens} tokens in a context of {shape.context}"
+    whole = _head(f"{title}: {step}, as {form} by {torch_mlir.version_text()}", stateless) + text
     path = output or Path(f"{default_output(model).stem}.{part}.{phase}.{form}.mlir")
-    whole = "".join(f"// {line}\n" for line in head) + text
     write_whole(path, whole)
-    inner = [item for item in stateless.arguments if item.name not in _weight_names(module)]
-    rows = [("argument", *_cells(item)) for item in inner] + [("result", *_cells(item)) for item in stateless.results]
-    before = counted(len(stateless.arguments) - len(inner), "weight")
-    screen.show(table(("", "name", "shape", "dtype"), rows, title=f"@main, after {before}"))
+    screen.show(_ports(stateless, module))
     screen.show(f"wrote {path}: {bytes_text(len(whole.encode()))}, {form}")
     command = _next(model, form, part, phase, context, concurrency, dtype, config)
     screen.next(command)
@@ -158,6 +150,24 @@ def command(
             "next": command,
         }
     )
+
+
+def _head(title: str, stateless: StatelessSlice) -> str:
+    """The comment that names arguments and results."""
+    lines = [title]
+    lines += [f"%arg{index}: {_text(item)}" for index, item in enumerate(stateless.arguments)]
+    lines += [f"result {index}: {_text(item)}" for index, item in enumerate(stateless.results)]
+    return "".join(f"// {line}\n" for line in lines)
+
+
+def _ports(stateless: StatelessSlice, module: ModuleOp) -> Table:
+    """The arguments behind the weights, and the results."""
+    from plait.cli.tables import table
+
+    inner = [item for item in stateless.arguments if item.name not in _weight_names(module)]
+    rows = [("argument", *_cells(item)) for item in inner] + [("result", *_cells(item)) for item in stateless.results]
+    before = counted(len(stateless.arguments) - len(inner), "weight")
+    return table(("", "name", "shape", "dtype"), rows, title=f"@main, after {before}")
 
 
 @contextmanager
