@@ -9,8 +9,8 @@ keeps every token; where windows cut some of the lengths and not others, the mea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from plait.cost_models.profile import ModelProfile, OpFacts, UnitFacts
@@ -29,56 +29,95 @@ _OTHER_ROWS = Step((3, 5), (40, 60), 8)
 _COST = [field.name for field in fields(Cost)]
 
 
+class UnitPrices:
+    """Seconds of units on one kind of device, asked once for each length: what equal slices share."""
+
+    def __init__(self, price: Price) -> None:
+        self._price, self._parts = price, dict[UnitFacts, _Parts]()
+        self._known = dict[tuple[UnitFacts, Hashable], float]()
+
+    def by_tokens(self, facts: UnitFacts, tokens: int) -> float:
+        """Of the ops that depend on the new tokens alone."""
+        return self._asked(self._parts_of(facts).by_tokens, tokens, lambda: Step((tokens,), (tokens,), 0))
+
+    def by_rows(self, facts: UnitFacts, rows: int) -> float:
+        """Of the ops that depend on the rows of logits."""
+        return self._asked(self._parts_of(facts).by_rows, rows, lambda: Step((1,) * rows, (1,) * rows, rows))
+
+    def by_kv(self, facts: UnitFacts, lengths: Lengths, rows: int) -> float:
+        """Of the ops that depend on KV lengths."""
+        parts = self._parts_of(facts)
+        if not parts.by_kv.ops:
+            return 0.0
+        seconds = self._known.get((parts.by_kv, lengths))
+        if seconds is None:
+            chunks, decodes, mean = lengths
+            new = tuple(new for new, _ in chunks) + (1,) * decodes
+            kv = tuple(max(chunk) for chunk in chunks) + (mean,) * decodes
+            step = Step(new, kv, rows)
+            fixed = replace(parts.by_kv, ops=tuple(op.at(step, len(chunks)) for op in parts.additive))
+            seconds = self._known[parts.by_kv, lengths] = self._price(fixed, step)
+        return seconds
+
+    def _asked(self, part: UnitFacts, count: int, step: Callable[[], Step]) -> float:
+        if not part.ops or not count:
+            return 0.0
+        seconds = self._known.get((part, count))
+        if seconds is None:
+            seconds = self._known[part, count] = self._price(part, step())
+        return seconds
+
+    def _parts_of(self, facts: UnitFacts) -> _Parts:
+        if facts not in self._parts:
+            self._parts[facts] = _Parts.of(facts)
+        return self._parts[facts]
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """A unit by what its ops depend on."""
+
+    by_tokens: UnitFacts
+    by_rows: UnitFacts
+    by_kv: UnitFacts
+    additive: tuple[_Additive, ...]
+
+    @classmethod
+    def of(cls, facts: UnitFacts) -> _Parts:
+        kinds: dict[str, list[OpFacts]] = {"tokens": [], "rows": [], "kv": []}
+        for op in facts.ops:
+            kinds["kv" if _reads_kv(op) else "rows" if _makes_rows(op) else "tokens"].append(op)
+        by_tokens, by_rows, by_kv = (replace(facts, ops=tuple(ops)) for ops in kinds.values())
+        return cls(by_tokens, by_rows, by_kv, tuple(map(_Additive, by_kv.ops)))
+
+
 class OpTimes:
     """`StageTimes` of some units.
 
     Args:
         units: of the slice; equal ones are priced once.
-        price: of a unit in a step.
+        prices: of the slice's device; slices of equal devices share one.
         overhead_s: of every step, beside its ops.
     """
 
-    def __init__(self, units: Sequence[UnitFacts], price: Price, overhead_s: float = 0.0) -> None:
-        self._price, self._overhead_s = price, overhead_s
-        counts = Counter(units)
-        self._by_tokens = _part(counts, lambda op: not _reads_kv(op) and not _makes_rows(op))
-        self._by_rows = _part(counts, lambda op: not _reads_kv(op) and _makes_rows(op))
-        self._by_kv = [(unit, [_Additive(op) for op in unit.ops], count) for unit, count in _part(counts, _reads_kv)]
+    def __init__(self, units: Sequence[UnitFacts], prices: UnitPrices, overhead_s: float = 0.0) -> None:
+        self._units, self._prices, self._overhead_s = tuple(Counter(units).items()), prices, overhead_s
         self._tokens, self._rows, self._kv = dict[int, float](), dict[int, float](), dict[Lengths, float]()
 
     def step_s(self, batch: Batch) -> float:
         tokens, rows, lengths = batch.tokens, batch.logit_rows, batch.lengths
         fixed = self._tokens.get(tokens)
         if fixed is None:
-            fixed = self._overhead_s + self._sum(self._by_tokens, Step((tokens,), (tokens,), 0))
+            fixed = self._overhead_s + sum(n * self._prices.by_tokens(unit, tokens) for unit, n in self._units)
             self._tokens[tokens] = fixed
         logits = self._rows.get(rows)
         if logits is None:
-            logits = self._sum(self._by_rows, Step((1,) * rows, (1,) * rows, rows)) if rows else 0.0
-            self._rows[rows] = logits
+            logits = self._rows[rows] = sum(n * self._prices.by_rows(unit, rows) for unit, n in self._units)
         attention = self._kv.get(lengths)
         if attention is None:
-            attention = self._kv[lengths] = self._attention(lengths, rows)
+            attention = sum(n * self._prices.by_kv(unit, lengths, rows) for unit, n in self._units)
+            self._kv[lengths] = attention
         return fixed + logits + attention
-
-    def _sum(self, units: list[tuple[UnitFacts, int]], step: Step) -> float:
-        return sum(count * self._price(unit, step) for unit, count in units)
-
-    def _attention(self, lengths: Lengths, rows: int) -> float:
-        chunks, decodes, mean = lengths
-        new = tuple(new for new, _ in chunks) + (1,) * decodes
-        kv = tuple(max(chunk) for chunk in chunks) + (mean,) * decodes
-        step, seconds = Step(new, kv, rows), 0.0
-        for unit, ops, count in self._by_kv:
-            fixed = replace(unit, ops=tuple(op.at(step, len(chunks)) for op in ops))
-            seconds += count * self._price(fixed, step)
-        return seconds
-
-
-def _part(counts: Counter[UnitFacts], has: Callable[[OpFacts], bool]) -> list[tuple[UnitFacts, int]]:
-    """Units with some of their ops only, where they have such, and how often each is there."""
-    parts = [(replace(unit, ops=tuple(filter(has, unit.ops))), count) for unit, count in counts.items()]
-    return [(unit, count) for unit, count in parts if unit.ops]
 
 
 def _reads_kv(op: OpFacts) -> bool:
@@ -119,15 +158,21 @@ class _Additive:
         return all(abs(getattr(a, f) - getattr(b, f)) <= 1e-9 * getattr(a, f) for f in _COST)
 
 
-def slice_times(model: ModelProfile, device: Device, start: int, end: int) -> OpTimes:
+def prices_of(model: ModelProfile, device: Device) -> UnitPrices:
+    """What the cost model says of a device. Raises UserError `device-dtype`."""
+    at = rates(device, model.dtype)
+    return UnitPrices(lambda facts, step: unit_s(facts, (step,), at))
+
+
+def slice_times(model: ModelProfile, device: Device, start: int, end: int, prices: UnitPrices | None = None) -> OpTimes:
     """Of blocks [start, end) on a device; the embedding goes with the first, the head with the last.
+
+    Args:
+        prices: those of the device, to share them between slices.
 
     Raises:
         UserError: `device-dtype`.
     """
-    at = rates(device, model.dtype)
     units = list(model.units[start + 1 : end + 1])
     units += [model.embed] * (start == 0) + [model.head] * (end == len(model.blocks))
-    return OpTimes(
-        [unit.facts for unit in units], lambda facts, step: unit_s(facts, (step,), at), device.step_overhead_s
-    )
+    return OpTimes([unit.facts for unit in units], prices or prices_of(model, device), device.step_overhead_s)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from plait.cost_models.network import link_between
 from plait.cost_models.profile import ModelProfile
 from plait.cost_models.simulator.batch import StageTimes
-from plait.cost_models.simulator.op_times import slice_times
+from plait.cost_models.simulator.op_times import UnitPrices, prices_of, slice_times
 from plait.cost_models.simulator.setup import Hop, PipelineSpec, Pool, Router, Setup, Stage, Wire
 from plait.errors import UserError
 from plait.spec import Cluster, Device, Plan, kv_class, ring_pages
@@ -49,7 +49,13 @@ def setup_of(
     devices = {device.id: device for device in plan.cluster.devices}
     placed = [(devices[item.devices[0]], *item.blocks) for item in plan.slices]
     known = times or {}
-    stages = [known.get(device.id) or slice_times(model, device, start, end) for device, start, end in placed]
+    prices: dict[str, UnitPrices] = {}  # devices that differ in name and place alone share theirs
+    stages = []
+    for device, start, end in placed:
+        kind = repr(replace(device, id="", host=""))
+        if device.id not in known and kind not in prices:
+            prices[kind] = prices_of(model, device)
+        stages.append(known.get(device.id) or slice_times(model, device, start, end, prices[kind]))
     pools = _pools(model, plan.page_tokens, limits)
     pipelines = []
     for number in range(replicas):

@@ -11,7 +11,7 @@ from plait.cost_models.network import hop_s, link_between
 from plait.cost_models.roofline import rates, unit_s
 from plait.cost_models.simulator import Arrivals, Batch, Lengths, draw, simulate
 from plait.cost_models.simulator.batch import rounded
-from plait.cost_models.simulator.op_times import OpTimes, slice_times
+from plait.cost_models.simulator.op_times import OpTimes, UnitPrices, slice_times
 from plait.cost_models.simulator.planned import Limits, setup_of
 from plait.ir.facts import Step
 from plait.partitioner import Problem, solve
@@ -69,7 +69,7 @@ def test_a_price_is_asked_once():
         calls.append(step)
         return unit_s(facts, (step,), rates(dev, model.dtype))
 
-    times = OpTimes([unit.facts for unit in model.units], price)
+    times = OpTimes([unit.facts for unit in model.units], UnitPrices(price))
     times.step_s(Batch((), 8, 800, 8))
     asked = len(calls)
     times.step_s(Batch((), 8, 801, 8))
