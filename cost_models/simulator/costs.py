@@ -1,8 +1,6 @@
 """Joules and dollars of a simulated run. Power and price are ranges; so is what comes out.
 
-A device draws `idle_w` while it waits and `busy_w` while it works. Where nobody measured them they are assumed as
-fractions of the chip's rated power (TDP): published runs of inference draw half of it (decode, memory-bound) to all of
-it (prefill), and idle accelerators a tenth to a quarter. Host, network and cooling are not in it.
+A device draws `idle_w` while it waits and `busy_w` while it works; see `plait.cost_models.prices`.
 """
 
 from __future__ import annotations
@@ -10,24 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.cost_models.catalogue import lookup
+from plait.cost_models.prices import Rate
 from plait.cost_models.simulator.result import Result
-from plait.errors import UserError
-from plait.spec import Device, Estimate
-
-#: Fractions of the rated power: value, low, high. Assumed.
-BUSY, IDLE = (0.75, 0.5, 1.0), (0.15, 0.1, 0.25)
+from plait.spec import Estimate
 
 _HOUR_S, _MILLION = 3600.0, 1e6
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Of one device: watts at work and at rest, dollars per hour. None: not known."""
-
-    busy_w: Estimate | None = None
-    idle_w: Estimate | None = None
-    usd_per_hour: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -45,22 +30,6 @@ class Costs:
     usd_per_million_tokens: Estimate | None
     utilisation: float
     unknown: tuple[str, ...]
-
-
-def rate_of(device: Device) -> Rate:
-    """From the catalogue: the price range it has, power from the rated one. All None for a device it does not know."""
-    try:
-        entry = lookup(device.name)
-    except UserError:
-        return Rate()
-    parts = entry.logical.count if entry.logical else 1
-    busy = idle = price = None
-    if entry.tdp_w is not None:
-        busy, idle = (_scaled(Estimate(*of_tdp, "assumed"), entry.tdp_w / parts) for of_tdp in (BUSY, IDLE))
-    if (asked := entry.price_usd_per_hour) is not None:
-        low, high = asked.low / parts, asked.high / parts
-        price = Estimate((low + high) / 2, low, high, "assumed")
-    return Rate(busy, idle, price)
 
 
 def costs(result: Result, rates: Mapping[str, Rate]) -> Costs:

@@ -120,8 +120,9 @@ def command(
     as_json: Json = False,
 ) -> None:
     from plait.cli.screen import Screen
+    from plait.cost_models.prices import rate_of
     from plait.cost_models.simulator import Slo, simulate
-    from plait.cost_models.simulator.costs import costs, rate_of
+    from plait.cost_models.simulator.costs import costs
     from plait.cost_models.simulator.planned import setup_of
     from plait.spec import to_dict
 
