@@ -51,6 +51,7 @@ from plait.cost_models.simulator import (
 from plait.cost_models.simulator.op_times import OpTimes, UnitPrices, prices_of, slice_times
 from plait.cost_models.speeds import device_speeds, fitted
 from plait.ir.facts import Cost, Step
+from plait.runtime.pipeline import Pipeline
 from plait.spec import Device
 
 Row = dict[str, Any]
@@ -128,8 +129,8 @@ def replay(args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "two.plait"
         options: dict[str, Any] = {"context": 512, "concurrency": 8, "layers": args.layers}
-        plait.compile_artifact(args.model, "2xcpu", output=made, device_code=False, **options)
-        with plait.open(made, threads=1) as pipe:
+        artifact = plait.compile_artifact(args.model, "2xcpu", output=made, device_code=False, **options)
+        with Pipeline.open(artifact.manifest, artifact.folder, threads=1) as pipe:
             _calibrated(pipe)  # warm: caches, compiled shapes
             for number in range(args.rounds):
                 before = _calibrated(pipe)
@@ -156,7 +157,7 @@ def replay(args: argparse.Namespace) -> list[Row]:
     return found
 
 
-def _calibrated(pipe: plait.Pipeline) -> Measured:
+def _calibrated(pipe: Pipeline) -> Measured:
     """Stage times from the runtime's own counters: prompts alone, then decodes as the difference of two lengths."""
     rng = np.random.default_rng(0)
 
@@ -194,7 +195,7 @@ def _calibrated(pipe: plait.Pipeline) -> Measured:
     )
 
 
-def _spec(pipe: plait.Pipeline, runs: list[Measured]) -> PipelineSpec:
+def _spec(pipe: Pipeline, runs: list[Measured]) -> PipelineSpec:
     """The pipeline as the runtime has it, with the mean of some calibrations."""
 
     def mean(points: Callable[[Measured], Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
@@ -216,7 +217,7 @@ def _spec(pipe: plait.Pipeline, runs: list[Measured]) -> PipelineSpec:
     )
 
 
-def _replayed(pipe: plait.Pipeline, traffic: Traffic) -> tuple[float, float, float]:
+def _replayed(pipe: Pipeline, traffic: Traffic) -> tuple[float, float, float]:
     """Mean TTFT and TPOT in seconds, and output tokens per second, of the trace on the real runtime."""
     rng = np.random.default_rng(2)
     texts = [rng.integers(1000, 40000, ask.prompt_tokens).tolist() for ask in traffic.asks]
@@ -236,17 +237,19 @@ def _replayed(pipe: plait.Pipeline, traffic: Traffic) -> tuple[float, float, flo
 
 
 class EngineTimes:
-    """A slice's own time beside the host's for a step, which overlap in part, as the fit has it for an engine."""
+    """A slice's own time beside the host's for a step, which overlap in part, and its share of what
+    further stages cost a round through the pipeline: as the fit has them for an engine."""
 
-    def __init__(self, device_times: StageTimes, engine: str) -> None:
+    def __init__(self, device_times: StageTimes, engine: str, stages: int = 1) -> None:
         self._times, known = device_times, fitted().engines[engine]
         self._host, self._each = known["host_s"].value, known["host_request_s"].value
+        self._further = known["stage_s"].value * (stages - 1) / stages
         self._more = max(known["prefill"].value, 1.0) - 1.0
 
     def step_s(self, batch: Batch) -> float:
         own = self._times.step_s(batch)
         own *= 1 + self._more * batch.prompt_tokens / batch.tokens
-        return float(step_s(own, self._host + self._each * (batch.decodes + len(batch.chunks))))
+        return self._further + float(step_s(own, self._host + self._each * (batch.decodes + len(batch.chunks))))
 
 
 def _price(chip: Device, shard: Shard, dtype: str, launches: float) -> Callable[[UnitFacts, Step], float]:
@@ -277,7 +280,7 @@ def _stages(point: Point, dtype: str, engine: str) -> list[EngineTimes]:
         start, end = blocks * i // count, blocks * (i + 1) // count
         mine = units[start + 1 : end + 1]
         mine = (*(units[:1] if i == 0 else ()), *mine, *(units[-1:] if i == count - 1 else ()))
-        out.append(EngineTimes(OpTimes([unit.facts for unit in mine], prices), engine))
+        out.append(EngineTimes(OpTimes([unit.facts for unit in mine], prices), engine, count))
     return out
 
 
@@ -345,9 +348,8 @@ def serving(args: argparse.Namespace) -> list[Row]:
         return replace(op, cost=cost)
 
     kinds = {facts: replace(facts, ops=tuple(map(shared, facts.ops))) for facts in {u.facts for u in qwen.units}}
-    times = EngineTimes(
-        OpTimes([kinds[u.facts] for u in qwen.units], _price(chip, Shard(), "bfloat16", launches)), "vllm"
-    )
+    prices = UnitPrices(_price(chip, Shard(), "bfloat16", launches))
+    times = EngineTimes(OpTimes([kinds[u.facts] for u in qwen.units], prices), "vllm")
     pipes = tuple(
         PipelineSpec(
             (Stage(f"gpu{i}", times),), pools=(Pool(30_000),), max_sequences=256, max_step_tokens=2048, kv="grow"
