@@ -268,7 +268,7 @@ def _by_name(given: Mapping[str, Range], used: Iterable[Device], option: str) ->
                 "price-device",
                 f"{option} {said}: the plan uses no such device",
                 why=f"it uses {', '.join(sorted(names))}",
-                hint=did_you_mean(said, names),
+                hint=did_you_mean(said, names) or f"leave it out, or say it of {sorted(names)[0]}",
             )
         out[name] = value
     return out

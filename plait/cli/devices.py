@@ -136,6 +136,7 @@ def _everything(entry: Entry, count: int) -> list[tuple[str, str]]:
     backend = "there is one" if entry.backend in backend_names() else "none: it can be planned for, not compiled for"
     texts: dict[str, Any] = sources()
     peaks = ((dtype, _peak(entry, dtype)) for dtype in entry.peak_tflops)
+    price = entry.price_usd_per_hour
     return [
         ("names", ", ".join(entry.names)),
         ("vendor", entry.vendor),
@@ -150,7 +151,8 @@ def _everything(entry: Entry, count: int) -> list[tuple[str, str]]:
         ("peer link", f"{entry.peer.kind}, {entry.peer.total_gb_per_s:g} GB/s one way" if entry.peer else ""),
         ("host link", f"{entry.host.kind}, {entry.host.gb_per_s:g} GB/s one way" if entry.host else ""),
         ("power", f"{entry.tdp_w:g} W" if entry.tdp_w else ""),
+        ("price", f"{price.low:g} to {price.high:g} $ an hour, {price.year}" if price else ""),
         ("numbers", entry.confidence),
-        *((f"source {name}", texts.get(name, "")) for name in entry.sources),
+        *((f"source {name}", texts.get(name, "")) for name in (*entry.sources, *(price.sources if price else ()))),
         ("note", entry.note or ""),
     ]
