@@ -40,6 +40,9 @@ _KIND_OF = {
     "plait.latent_attention": ATTENTION,
 }
 
+#: Ops between a matrix that is split by columns and one that is split by rows: each device has its part of the width.
+_SPLIT = frozenset({"plait.rope", "plait.silu_mul", "plait.gelu_mul", "plait.gelu", "plait.clamped_swiglu"})
+
 #: Kernels of an op: attention writes its KV first; moving activations is fused with what stands around it. Experts are
 #: sorted, multiplied twice and summed, and have a cost of their own.
 LAUNCHES = {MATMUL: 1.0, EXPERTS: 0.0, ATTENTION: 2.0, OTHER: 0.0}
@@ -100,7 +103,7 @@ def op_row(op: OpFacts, step: Step, shard: Shard, kv_heads: int, count: float = 
         kv_heads: of the attentions of its unit; no more devices than heads share its KV.
     """
     cost, kind, matrix = op.cost(step), kind_of(op.name), op.matrix
-    split = shard.devices if kind != OTHER else 1
+    split = shard.devices if kind != OTHER or op.name in _SPLIT else 1
     wide = op.name == "plait.logits" or (kind == MATMUL and shard.weight_ratio == 1.0)
     ratio = {MATMUL: shard.weight_ratio, EXPERTS: shard.expert_ratio}.get(kind, 1.0)
     if op.name == "plait.logits":

@@ -1,8 +1,8 @@
 """Times of a model's units on a device: the sums over their ops of what `op_time` says of each.
 
-The low end of every estimate is no lower than the nominal roofline, which no device beats (Williams, Waterman, Patterson
-2009, "Roofline": the slower of arithmetic and traffic); the high end is what the fit's errors on unseen groups allow,
-or `PESSIMISTIC` times the value where a backend has no measurements.
+The low end of every estimate is no lower than the nominal roofline, which no device beats (Williams, Waterman,
+Patterson 2009, "Roofline": the slower of arithmetic and traffic); the high end is what the fit's errors on unseen
+groups allow, or `PESSIMISTIC` times the value where a backend has no measurements.
 """
 
 from __future__ import annotations
@@ -13,13 +13,26 @@ from math import exp
 
 import numpy as np
 
-from plait.cost_models.op_time import KINDS, MATMUL, Speeds, Work, seconds, unit_rows
-from plait.cost_models.profile import ModelProfile, UnitFacts
+from plait.cost_models.op_time import (
+    KINDS,
+    MATMUL,
+    Shard,
+    Speeds,
+    Work,
+    arithmetic_s,
+    kind_of,
+    op_row,
+    seconds,
+    smooth_max,
+    traffic_s,
+    unit_rows,
+)
+from plait.cost_models.profile import ModelProfile, OpFacts, UnitFacts
 from plait.cost_models.speeds import DeviceSpeeds, Phase, device_speeds, spread
 from plait.cost_models.tables import Floats
 from plait.errors import UserError
 from plait.ir.facts import Step
-from plait.spec import Device, Estimate, Workload
+from plait.spec import Device, Estimate, Source, Workload
 
 #: Assumed, where nothing was fitted. Published rooflines of large GPUs come out 1.7 to 3.4 times too fast on nominal
 #: peaks; the achieved fractions take about half of that already.
@@ -90,6 +103,53 @@ def memory_bound(facts: UnitFacts, steps: Sequence[Step], at: Rates) -> bool:
     """Whether traffic, not arithmetic, takes most of a unit's time."""
     costs = [op.cost(step) for step in steps for op in facts.ops]
     return sum(c.bytes for c in costs) / at.bytes_per_s > sum(c.flops for c in costs) / at.flops_per_s
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """What one op costs in one step on one device.
+
+    Attributes:
+        low, high: the range of `seconds`; nothing is faster than `low`'s floor, the nominal roofline.
+        bytes: that must move at least once.
+        bound: what takes longest: `arithmetic`, `traffic`, or `launch`.
+        efficiency: nominal roofline to `seconds`.
+        terms: seconds of arithmetic, traffic and launches, which overlap in part.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    flops: float
+    bytes: float
+    bound: str
+    efficiency: float
+    source: Source
+    terms: dict[str, float]
+
+
+def op_time(op: OpFacts, step: Step, on: Device, dtype: str, *, kv_heads: int = 1) -> OpTime:
+    """Raises UserError `device-dtype`."""
+    at, best = rates(on, dtype), rates(on, dtype, nominal=True)
+    work = Work.of([op_row(op, step, Shard(), kv_heads)])
+    speeds = speeds_of(work, at)
+    value, floor = (float(seconds(work, s)[0]) for s in (speeds, speeds_of(work, best)))
+    terms = {"arithmetic": float(arithmetic_s(work, speeds)[0]), "traffic": float(traffic_s(work, speeds)[0])}
+    terms["launch"] = max(0.0, value - float(smooth_max(terms["arithmetic"], terms["traffic"], speeds.overlap)))
+    cost = op.cost(step)
+    range_ = estimate(value, floor, on, "prefill" if step.tokens > len(step.query_lens) else "decode")
+    assert at.speeds is not None
+    return OpTime(
+        seconds=value,
+        low=range_.low,
+        high=range_.high,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        bound=max(terms, key=terms.__getitem__),
+        efficiency=floor / value if value else 1.0,
+        source=at.speeds.sources[kind_of(op.name)],
+        terms=terms,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,9 @@ from plait.spec import Device, Source, from_dict
 #: The most of its nominal bandwidth that any kernel streams; refresh and row changes take the rest.
 MOST_BANDWIDTH = 0.95
 
+#: And of its nominal peak: power and the edges of tiles take the rest.
+MOST_FLOPS = 0.9
+
 #: Where nothing was fitted: the roofline's maximum.
 _NO_OVERLAP_LOST = 64.0
 
@@ -43,8 +46,8 @@ class FittedSpeeds:
     Attributes:
         overlap: p of the norm of arithmetic and traffic.
         compute_units: by architecture, what a tile of a product occupies.
-        devices: `backend`, `backend/architecture` or `backend/architecture/name` -> quantity -> number; see `fit.DEVICE`.
-        engines: `engine` or `engine/generation` -> quantity -> number; see `fit.ENGINE`.
+        devices: `backend`, `backend/architecture` or `backend/architecture/name` -> `quantities.DEVICE` -> number.
+        engines: `engine` or `engine/generation` -> `quantities.ENGINE` -> number.
         spread: backend -> phase -> |log error| that 80 % of points of groups left out of the fit stay below.
     """
 
@@ -126,7 +129,7 @@ def device_speeds(device: Device, dtype: str, *, nominal: bool = False) -> Devic
     flops = {kind: _FLOPS.get(kind, "matmul") for kind in KINDS}
     flops[MATMUL] = _NARROW.get(dtype, "matmul")
     traffic = {kind: _BYTES.get(kind, "bandwidth") for kind in KINDS}
-    efficiency = {kind: min(1.0, achieved * known[name].value) for kind, name in flops.items()}
+    efficiency = {kind: min(MOST_FLOPS, achieved * known[name].value) for kind, name in flops.items()}
     streams = {kind: min(MOST_BANDWIDTH, stream * known[name].value) for kind, name in traffic.items()}
     used = {kind: [known[flops[kind]], known[traffic[kind]]] for kind in KINDS}
     used[ATTENTION].append(known["kv_bandwidth"])
