@@ -12,8 +12,8 @@ os.environ.setdefault("PLAIT_DEVICE_CODE", "0")
 """What compiles for GPUs without a word makes no machine code: it is emulated here, and Triton takes seconds a kernel.
 Tests of the code itself ask for it."""
 
-SLOW_STEP = 16
-"""Without `-m`, every sixteenth slow test runs: CI sees each kind of them without paying for all."""
+SLOW_STEP = 32
+"""Without `-m`, one in 32 slow test runs: CI sees each kind of them without paying for all."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,7 +12,12 @@ import pytest
 import plait
 from tests.e2e.conftest import NEW_TOKENS, PROMPTS, Reference
 
-TARGETS = ("h100,mi300", "h100,mi300,v5e", "cpu", "mi300", "2xh100")
+TARGETS = (
+    "h100,mi300",
+    "h100,mi300,v5e",
+    "cpu",
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("mi300", "2xh100")),
+)
 
 
 @pytest.mark.parametrize("targets", TARGETS)

@@ -66,7 +66,9 @@ def _interpreter(made: Slice) -> Double:
     return double
 
 
-@pytest.mark.parametrize("arch", list(TARGETS))
+@pytest.mark.parametrize(
+    "arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in TARGETS if arch != "sm_90")]
+)
 def test_what_is_launched_gives_the_oracles_numbers(arch: str, slices: Callable[[str], Slice]) -> None:
     """Prompts, decode steps as they are, captured and repeated, on both vendors."""
     made = slices(arch)
