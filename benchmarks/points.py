@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from plait.cost_models.cases import Point
 from plait.cost_models.catalogue import device_of, lookup
-from plait.cost_models.measured import Point
 from plait.cost_models.op_time import Shard
 from plait.cost_models.profile import ModelProfile, profile
 from plait.frontend.families import read_config

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.cost_models.measured import Point
+from plait.cost_models.cases import Point
 from plait.cost_models.quantities import DEVICE, ENGINE, GLOBAL, Quantity, device_levels, engine_levels, quantity
 from plait.cost_models.sheet import Sheet
 from plait.cost_models.speeds import Fitted as Number

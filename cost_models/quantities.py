@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.cost_models.measured import Point
+from plait.cost_models.cases import Point
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ ENGINE: dict[str, Quantity] = {
     "stretch": Quantity(
         1.2, (0.4, 0.4, 0.0), what="times its own time until a prompt is done, beside others, at least once"
     ),
-    "stage_s": Quantity(2e-3, (0.7, 0.5, 0.0), "s", "what a step of one batch costs each further stage of a pipeline"),
+    "stage_s": Quantity(4e-3, (1.0, 1.0, 0.0), "s", "what a step of one batch costs each further stage of a pipeline"),
     "queue": Quantity(1.0, (0.7, 0.5, 0.0), what="times the wait of an M/D/1 queue"),
     "burst": Quantity(0.1, (1.0, 1.0, 0.0), what="share of requests that the benchmark starts together"),
 }

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from plait.cost_models import serving
+from plait.cost_models.cases import Case, Point, case_of
 from plait.cost_models.collectives import all_reduce_s
-from plait.cost_models.measured import Case, Point, case_of
 from plait.cost_models.op_time import ATTENTION, EXPERTS, KINDS, MATMUL, Speeds, Work, seconds
 from plait.cost_models.quantities import DEVICE, ENGINE, device_levels, engine_levels, quantity, value_of
 from plait.cost_models.speeds import MOST_BANDWIDTH, MOST_FLOPS, FittedSpeeds

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plait.cost_models.cases import Point, case_of, kv_room
 from plait.cost_models.catalogue import device_of, lookup
 from plait.cost_models.fit import Names, fit, spread_of
-from plait.cost_models.measured import Point, case_of, kv_room
 from plait.cost_models.op_time import Shard
 from plait.cost_models.quantities import DEVICE, device_levels, engine_levels, value_of
 from plait.cost_models.roofline import rates, unit_s
