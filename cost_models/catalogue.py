@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from plait.cost_models import host
 from plait.cost_models.entries import GB, GIB, UNIT_BYTES, Entry, defaults, entries, local_paths, networks
 from plait.cost_models.figures import checked
+from plait.cost_models.profiles import Chosen, applied, hops
 from plait.errors import UsageError, UserError, did_you_mean
 from plait.spec import Cluster, Device, Link, Target
 
@@ -58,7 +59,9 @@ def resolve(target: Target, *, backends: Collection[str] = ()) -> tuple[Device, 
     return cluster_for([target], backends=backends).devices
 
 
-def cluster_for(targets: Sequence[Target], *, backends: Collection[str] = ()) -> Cluster:
+def cluster_for(
+    targets: Sequence[Target], *, backends: Collection[str] = (), profiles: Iterable[Chosen] = ()
+) -> Cluster:
     """The devices of all targets, with the links the catalogue knows.
 
     Devices of one target share a host; targets that name no host have one each. `cpu` is this host: several of it
@@ -66,6 +69,7 @@ def cluster_for(targets: Sequence[Target], *, backends: Collection[str] = ()) ->
 
     Args:
         backends: names of out-of-tree backends, which may compile for any chip.
+        profiles: what was measured, which devices of its kind take instead of the catalogue's numbers.
 
     Raises:
         UsageError: unknown name; a backend that does not compile for the chip.
@@ -77,13 +81,18 @@ def cluster_for(targets: Sequence[Target], *, backends: Collection[str] = ()) ->
     for number, target in enumerate(targets):
         for device in _devices_of(target, host_share, backends):
             host_name = target.host or ("localhost" if _plain(target.name) == HOST_CPU else f"host{number}")
-            found.append(replace(device, id=f"{device.name}.{counts[device.name]}", host=host_name))
+            named = replace(device, id=f"{device.name}.{counts[device.name]}", host=host_name)
+            found.append(applied(named, profiles, host_share if device.name == HOST_CPU else 1))
             counts[device.name] += 1
     return with_links(tuple(found))
 
 
 def with_links(found: tuple[Device, ...], links: tuple[Link, ...] = (), default: Link | None = None) -> Cluster:
     """A cluster with the catalogue's assumptions for the paths that `links` does not name."""
+    hop = hops(found)
+    if hop is not None:
+        host = next(device.host for device in found if device.backend == HOST_CPU and device.profile)
+        links = (*links, Link(host, host, hop.bytes_per_s, hop.latency_s, kind="shared memory", source="measured"))
     return Cluster(found, links, default_link=default or network_link(networks().default), local_link=_staged(found))
 
 

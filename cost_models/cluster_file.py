@@ -19,12 +19,14 @@ Sizes and rates are numbers in base units, or text with GB (1e9) or GiB (2**30).
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from plait.cost_models.catalogue import NULL, check_device, cluster_for, network_link, reserve_bytes, with_links
 from plait.cost_models.entries import defaults
+from plait.cost_models.profiles import Chosen
 from plait.errors import UserError
 from plait.spec import Cluster, Device, Link, from_yaml, parse_target
 
@@ -77,8 +79,11 @@ class ClusterFile:
     schema: int = 1
 
 
-def load_cluster(path: Path | str) -> Cluster:
+def load_cluster(path: Path | str, profiles: Collection[Chosen] = ()) -> Cluster:
     """Read a cluster.yaml.
+
+    Args:
+        profiles: what was measured; see `catalogue.cluster_for`.
 
     Raises:
         UserError: `cluster-file` (cannot be read), `spec-yaml`, `spec-field` (unknown field or value),
@@ -89,16 +94,16 @@ def load_cluster(path: Path | str) -> Cluster:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
         raise UserError("cluster-file", f"cannot read the cluster file {path}", why=str(err)) from err
-    return cluster_of(from_yaml(ClusterFile, text, path.name))
+    return cluster_of(from_yaml(ClusterFile, text, path.name), profiles)
 
 
-def cluster_of(file: ClusterFile) -> Cluster:
+def cluster_of(file: ClusterFile, profiles: Collection[Chosen] = ()) -> Cluster:
     """The cluster a file describes. Raises as `load_cluster`."""
     if file.schema != 1:
         raise UserError("spec-schema", f"cluster.yaml has schema {file.schema}; this plait reads schema 1")
     if not file.devices:
         raise UserError("cluster-file", "cluster.yaml lists no devices")
-    kinds = [_devices(number, entry) for number, entry in enumerate(file.devices)]
+    kinds = [_devices(number, entry, profiles) for number, entry in enumerate(file.devices)]
     counts: dict[str, int] = {}
     found = []
     for device in (device for kind in kinds for device in kind):
@@ -111,7 +116,7 @@ def cluster_of(file: ClusterFile) -> Cluster:
     return with_links(tuple(found), links, default)
 
 
-def _devices(number: int, entry: DeviceEntry) -> tuple[Device, ...]:
+def _devices(number: int, entry: DeviceEntry, profiles: Collection[Chosen]) -> tuple[Device, ...]:
     where = f"devices[{number}]"
     if (entry.target is None) == (entry.name is None):
         raise UserError("spec-field", f"{where}: give either a target of the catalogue or a name of your own")
@@ -120,7 +125,7 @@ def _devices(number: int, entry: DeviceEntry) -> tuple[Device, ...]:
         if fixed:
             raise UserError("spec-field", f"{where}: {fixed[0]} is part of the target", hint="2xcuda:h100@hostA")
         target = parse_target(entry.target)
-        base = cluster_for([target]).devices
+        base = cluster_for([target], profiles=profiles).devices
         host = target.host or (base[0].host if base[0].host == "localhost" else f"host{number}")
         base = tuple(replace(device, host=host) for device in base)
     else:
@@ -175,7 +180,9 @@ def _override(where: str, device: Device, entry: DeviceEntry) -> Device:
         }
     if not given:
         return device
-    out = replace(device, **given, confidence="user")
+    # Rates of the file are meant: what was measured does not go over them.
+    profile = device.profile if all(name.endswith("_bytes") for name in given) else None
+    out = replace(device, **given, confidence="user", profile=profile)
     if "reserve_bytes" not in given:
         free = out.memory_bytes if out.free_bytes is None else out.free_bytes
         out = replace(out, reserve_bytes=reserve_bytes(out.backend, free, out.unified))

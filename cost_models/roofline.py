@@ -2,7 +2,8 @@
 
 The low end of every estimate is no lower than the nominal roofline, which no device beats (Williams, Waterman,
 Patterson 2009, "Roofline": the slower of arithmetic and traffic); the high end is what the fit's errors on unseen
-groups allow, or `PESSIMISTIC` times the value where a backend has no measurements.
+groups allow, or `PESSIMISTIC` times the value where a backend has no measurements. A device with a profile of its own
+(`profiles.py`) is timed by what was measured there, and its ranges are those of the measurements.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from plait.cost_models.op_time import (
     unit_rows,
 )
 from plait.cost_models.profile import ModelProfile, OpFacts, UnitFacts
+from plait.cost_models.profiled import MeasuredTimes, measured_times
+from plait.cost_models.profiled import spread as repeats_spread
+from plait.cost_models.profiles import of as profile_of
 from plait.cost_models.speeds import DeviceSpeeds, Phase, device_speeds, spread
 from plait.cost_models.tables import Floats
 from plait.errors import UserError
@@ -41,11 +45,13 @@ PESSIMISTIC = 2.0
 
 @dataclass(frozen=True)
 class Rates:
-    """What large products and streams reach, and what ops are timed with; without `speeds` all reach just that."""
+    """What large products and streams reach, and what ops are timed with: what was `measured` of them, else `speeds`;
+    without either all reach just that."""
 
     flops_per_s: float
     bytes_per_s: float
     speeds: DeviceSpeeds | None = None
+    measured: MeasuredTimes | None = None
 
 
 def rates(device: Device, dtype: str, *, nominal: bool = False) -> Rates:
@@ -63,7 +69,8 @@ def rates(device: Device, dtype: str, *, nominal: bool = False) -> Rates:
             hint=f"choose another dtype, or give peak_flops_per_s.{dtype} in cluster.yaml",
         )
     speeds = device_speeds(device, dtype, nominal=nominal)
-    return Rates(speeds.flops[MATMUL], speeds.bytes[MATMUL], speeds)
+    measured = None if nominal else measured_times(device, dtype)
+    return Rates(speeds.flops[MATMUL], speeds.bytes[MATMUL], speeds, measured)
 
 
 def prefill_steps(workload: Workload, max_step_tokens: int) -> tuple[Step, ...]:
@@ -83,6 +90,8 @@ def decode_step(workload: Workload) -> Step:
 
 def unit_s(facts: UnitFacts, steps: Sequence[Step], at: Rates) -> float:
     """Seconds of a unit over some steps, without overhead."""
+    if at.measured is not None:
+        return at.measured.unit(facts.ops, steps).seconds
     rows = [row for step in steps for row in unit_rows(facts, step)]
     if not rows:
         return 0.0
@@ -134,6 +143,8 @@ def op_time(op: OpFacts, step: Step, on: Device, dtype: str, *, kv_heads: int = 
     work = Work.of([op_row(op, step, Shard(), kv_heads)])
     speeds = speeds_of(work, at)
     value, floor = (float(seconds(work, s)[0]) for s in (speeds, speeds_of(work, best)))
+    found = None if at.measured is None else at.measured.op(op, step)
+    value = value if found is None else found.seconds
     terms = {"arithmetic": float(arithmetic_s(work, speeds)[0]), "traffic": float(traffic_s(work, speeds)[0])}
     terms["launch"] = max(0.0, value - float(smooth_max(terms["arithmetic"], terms["traffic"], speeds.overlap)))
     cost = op.cost(step)
@@ -147,7 +158,7 @@ def op_time(op: OpFacts, step: Step, on: Device, dtype: str, *, kv_heads: int = 
         bytes=cost.bytes,
         bound=max(terms, key=terms.__getitem__),
         efficiency=floor / value if value else 1.0,
-        source=at.speeds.sources[kind_of(op.name)],
+        source=at.speeds.sources[kind_of(op.name)] if found is None else found.source,
         terms=terms,
     )
 
@@ -171,8 +182,13 @@ def unit_times(
     kinds = {unit.facts for unit in model.units}
     seconds = {facts: (unit_s(facts, prefill, at), unit_s(facts, decode, at)) for facts in kinds}
     both = np.array([seconds[unit.facts] for unit in model.units])
-    overhead = 0.0 if nominal else device.step_overhead_s
-    return UnitTimes(both[:, 0], both[:, 1], overhead * len(prefill), overhead)
+
+    def overhead_s(step: Step) -> float:
+        if nominal:
+            return 0.0
+        return device.step_overhead_s if at.measured is None else at.measured.overhead_s(step)
+
+    return UnitTimes(both[:, 0], both[:, 1], sum(map(overhead_s, prefill)), sum(map(overhead_s, decode)))
 
 
 def estimate(value: float, low: float, device: Device | None = None, phase: Phase = "decode") -> Estimate:
@@ -182,6 +198,9 @@ def estimate(value: float, low: float, device: Device | None = None, phase: Phas
         low: the nominal roofline's.
         device: whose fit gives the range; None for one without.
     """
+    if device is not None and (known := profile_of(device)) is not None:
+        factor = repeats_spread(known)
+        return Estimate(value, value * exp(-factor), value * exp(factor), "interpolated")
     factor = None if device is None else spread(device, phase)
     if factor is None:
         return Estimate(value, min(low, value), value * PESSIMISTIC, "roofline")

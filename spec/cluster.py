@@ -25,6 +25,7 @@ class Device:
         reserve_bytes: what driver, runtime and fragmentation take; never given to slices.
         unified: memory shared with a CPU.
         step_overhead_s: host and launch cost of one step of one slice.
+        profile: the file of `plait profile` that times of its ops come from; None where they come from the catalogue.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Device:
     peer_bytes_per_s: float | None = None
     confidence: Confidence = "assumed"
     sources: tuple[str, ...] = ()
+    profile: str | None = None
 
 
 @dataclass(frozen=True)
