@@ -25,10 +25,11 @@ from typing import Any
 
 import numpy as np
 import yaml
-from points import DATA, device, model, points, rows
+from points import DATA, device, link_bytes_per_s, model, points, rows
 
 import plait
-from plait.cost_models.fit import Point, kv_room
+from plait.cost_models.cases import Point, kv_room
+from plait.cost_models.collectives import all_gather_s
 from plait.cost_models.op_time import ATTENTION, EXPERTS, KINDS, MATMUL, OTHER, Shard, Speeds, Work, seconds, unit_rows
 from plait.cost_models.profile import OpFacts, UnitFacts
 from plait.cost_models.serving import step_s
@@ -49,7 +50,7 @@ from plait.cost_models.simulator import (
     simulate,
 )
 from plait.cost_models.simulator.op_times import OpTimes, UnitPrices, prices_of, slice_times
-from plait.cost_models.speeds import device_speeds, fitted
+from plait.cost_models.speeds import device_speeds, fitted, quantities
 from plait.ir.facts import Cost, Step
 from plait.runtime.pipeline import Pipeline
 from plait.spec import Device
@@ -115,8 +116,8 @@ class Measured:
     driver_s: float
 
 
-_CHUNKS, _DECODES = (16, 64, 192, 448), (1, 2, 4, 8)
-_SHORT, _FEW, _MANY = 16, 4, 20
+_CHUNKS, _DECODES = (16, 64, 192, 448), (1, 3, 8)
+_SHORT, _FEW, _MANY = 16, 4, 16
 
 
 def replay(args: argparse.Namespace) -> list[Row]:
@@ -184,7 +185,7 @@ def _calibrated(pipe: Pipeline) -> Measured:
     at = {count: decode(count, _SHORT) for count in _DECODES}
     kv_s = np.maximum((decode(1, long)[0] - at[1][0]) / (long - _SHORT), 0.0)
     held = _SHORT + (_FEW + _MANY) / 2
-    chunks = {new: np.median([run(1, new, 1)[0] for _ in range(3)], axis=0) for new in _CHUNKS}
+    chunks = {new: np.mean([run(1, new, 1)[0] for _ in range(2)], axis=0) for new in _CHUNKS}
     slices = range(len(kv_s))
     return Measured(
         tuple(tuple((float(n), float(max(t[i] - n * kv_s[i], 1e-6))) for n, t in chunks.items()) for i in slices),
@@ -237,10 +238,17 @@ def _replayed(pipe: Pipeline, traffic: Traffic) -> tuple[float, float, float]:
 
 
 class EngineTimes:
-    """A slice's own time beside the host's for a step, which overlap in part, and its share of what
+    """A slice's time and its collectives, beside the host's for a step, which overlap in part; and its share of what
     further stages cost a round through the pipeline: as the fit has them for an engine."""
 
-    def __init__(self, device_times: StageTimes, engine: str, stages: int = 1) -> None:
+    def __init__(
+        self,
+        device_times: StageTimes,
+        engine: str,
+        stages: int = 1,
+        collectives_s: Callable[[int], float] = lambda tokens: 0.0,
+    ) -> None:
+        self._collectives_s = collectives_s
         self._times, known = device_times, fitted().engines[engine]
         self._host, self._each = known["host_s"].value, known["host_request_s"].value
         self._further = known["stage_s"].value * (stages - 1) / stages
@@ -248,7 +256,7 @@ class EngineTimes:
 
     def step_s(self, batch: Batch) -> float:
         own = self._times.step_s(batch)
-        own *= 1 + self._more * batch.prompt_tokens / batch.tokens
+        own = own * (1 + self._more * batch.prompt_tokens / batch.tokens) + self._collectives_s(batch.tokens)
         return self._further + float(step_s(own, self._host + self._each * (batch.decodes + len(batch.chunks))))
 
 
@@ -333,7 +341,8 @@ _SHAREGPT = Lengths("lognormal", 220, 1.2, high=4000), Lengths("lognormal", 661,
 
 
 def serving(args: argparse.Namespace) -> list[Row]:
-    """Two engines that share the experts: each reads half of them, for the tokens of both."""
+    """Two engines that share the experts: each reads half of them, for the tokens of both. Nothing of vLLM's on this
+    chip is among the points of the fit; that the engines wait for each other in every step is left out."""
     chip, qwen = device("rtxpro6000"), model("qwen3-30b-a3b")
     launches = fitted().engines["vllm"]["launches"].value
 
@@ -348,8 +357,16 @@ def serving(args: argparse.Namespace) -> list[Row]:
         return replace(op, cost=cost)
 
     kinds = {facts: replace(facts, ops=tuple(map(shared, facts.ops))) for facts in {u.facts for u in qwen.units}}
-    prices = UnitPrices(_price(chip, Shard(), "bfloat16", launches))
-    times = EngineTimes(OpTimes([kinds[u.facts] for u in qwen.units], prices), "vllm")
+    prices, reached = UnitPrices(_price(chip, Shard(), "bfloat16", launches)), quantities(chip)
+    assert reached is not None
+    rate, width = link_bytes_per_s("rtxpro6000") * reached["link"].value, qwen.boundary_bytes_per_token[0]
+
+    def collectives_s(tokens: int) -> float:
+        """Before and after the experts of every block, the rows of both engines go over PCIe."""
+        each = all_gather_s(2.0 * tokens * width, 2, rate, reached["reduce_latency_s"].value)
+        return 2 * len(qwen.blocks) * float(each)
+
+    times = EngineTimes(OpTimes([kinds[u.facts] for u in qwen.units], prices), "vllm", 1, collectives_s)
     pipes = tuple(
         PipelineSpec(
             (Stage(f"gpu{i}", times),), pools=(Pool(30_000),), max_sequences=256, max_step_tokens=2048, kv="grow"
