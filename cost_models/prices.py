@@ -13,12 +13,11 @@ plan may use a part. Host, network, storage and people are not in it, nor is coo
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from plait.cost_models.catalogue import lookup
+from plait.cost_models.catalogue import HOST_CPU, lookup
 from plait.cost_models.entries import Entry
 from plait.errors import UserError, did_you_mean
 from plait.spec import Device, Estimate, Plan, Source
@@ -158,8 +157,10 @@ def lines(
     devices = {device.id: device for device in plan.cluster.devices}
     used = [devices[name] for item in plan.slices for name in item.devices]
     asked, drawn = (_by_name(given or {}, used, option) for given, option in ((prices, "--price"), (powers, "--power")))
-    counts, kinds = Counter(device.name for device in used), {device.name: device for device in used}
-    return [_line(kinds[name], count, asked.get(name), drawn.get(name)) for name, count in counts.items()]
+    kinds: dict[str, list[Device]] = {}
+    for device in used:
+        kinds.setdefault(device.name, []).append(device)
+    return [_line(equal, asked.get(name), drawn.get(name)) for name, equal in kinds.items()]
 
 
 def throughput(plan: Plan, known: Iterable[Line]) -> Throughput:
@@ -216,42 +217,41 @@ def break_even(known: Iterable[Line], made: Throughput, api: ApiPrice) -> BreakE
     return BreakEven(asked, at, _times(usd_per_day, MILLION / asked), full.tokens_per_day, verdict)
 
 
-def _line(device: Device, count: int, price: Range | None, power: Range | None) -> Line:
-    parts, rate = _parts(device), rate_of(device)
-    accelerators = -(-count // parts)
-    usd, note = rate.usd_per_hour, "given"
+def _line(equal: Sequence[Device], price: Range | None, power: Range | None) -> Line:
+    device, rate = equal[0], rate_of(equal[0])
+    parts, count = _parts(device), _accelerators(equal)
+    usd, note = rate.usd_per_hour and _times(rate.usd_per_hour, parts), _price_note(device)
     if price is not None:
-        usd = _times(between(*price), 1 / parts)
-    elif usd is not None:
-        note = _price_note(device)
-    else:
+        usd, note = between(*price), "given"
+    if usd is None:
         raise UserError(
             "price-unknown",
             f"nobody says what an hour of {device.name} costs",
             why="the catalogue has no price for it, and one that is made up would decide everything",
             hint=f"--price {device.name}=2.50, or a range: --price {device.name}=1.50:4",
         )
-    busy, idle = rate.busy_w, rate.idle_w
+    busy, idle = (watts and _times(watts, parts) for watts in (rate.busy_w, rate.idle_w))
     if power is not None:
-        busy = _times(between(*power), 1 / parts)
+        busy = between(*power)
         idle = _times(busy, IDLE[0] / BUSY[0])
-    paid = accelerators * parts
-    return Line(
-        device.name,
-        count,
-        accelerators,
-        _times(usd, paid),
-        busy and _times(busy, paid),
-        idle and _times(idle, paid),
-        note,
-    )
+    usd, busy, idle = _times(usd, count), busy and _times(busy, count), idle and _times(idle, count)
+    return Line(device.name, len(equal), count, usd, busy, idle, note)
+
+
+def _accelerators(equal: Sequence[Device]) -> int:
+    """The chips that devices of one name sit in: `mi250x.0` and `mi250x.1` are one. All `cpu` are parts of a host."""
+    if equal[0].name == HOST_CPU:
+        return len({device.host for device in equal})
+    numbers = {device.id.rpartition(".")[2] for device in equal}
+    if not all(number.isdecimal() for number in numbers):
+        return len(equal)
+    return len({int(number) // _parts(equal[0]) for number in numbers})
 
 
 def _price_note(device: Device) -> str:
     entry = _entry(device)
-    assert entry is not None and entry.price_usd_per_hour is not None
-    price = entry.price_usd_per_hour
-    return f"{price.year}: {', '.join(price.sources)}"
+    price = None if entry is None else entry.price_usd_per_hour
+    return "" if price is None else f"{price.year}: {', '.join(price.sources)}"
 
 
 def _by_name(given: Mapping[str, Range], used: Iterable[Device], option: str) -> dict[str, Range]:

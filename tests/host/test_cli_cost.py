@@ -7,7 +7,9 @@ import shlex
 
 import pytest
 
+from tests import checkpoints
 from tests.host.command_line import config_file, plait
+from tests.host.test_imports import FRAMEWORKS, imported_by
 
 ONE = ("--targets", "h100", "--price", "h100=3.6")
 
@@ -86,6 +88,25 @@ def test_refusals(model, words, code, exit_code):
     assert result.stdout == "" and "try:" in result.stderr
     document = json.loads(plait("cost", model, *words, "--json").stdout)
     assert document["error"]["code"] == code
+
+
+def test_an_artifact_brings_its_plan(tmp_path):
+    saved, folder = checkpoints.save(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "tiny.plait"
+    words = ("--targets", "h100,mi300", "--context", "200", "--layers", "1,1")
+    assert plait("compile", saved, *words, "--no-device-code", "-o", folder).exit_code == 0
+    found = json.loads(plait("cost", folder, "--api-price", "1", "--json").stdout)
+    anew = json.loads(plait("cost", saved, *words, "--api-price", "1", "--json").stdout)
+    assert found["next"] == f"plait simulate {folder}"
+    assert anew["next"] == f"plait compile {saved} {' '.join(words)}"
+    assert {**found, "next": ""} == {**anew, "next": ""}
+    refused = plait("cost", folder, "--targets", "h100")
+    assert refused.exit_code == 64 and "[cost-artifact]" in refused.stderr
+
+
+@pytest.mark.parametrize("words", [("cost", *ONE), ("explain", "--target", "h100", "--op", "linear")])
+def test_no_framework_is_imported(model, words):
+    loaded = imported_by(words[0], str(model), *words[1:])
+    assert "xdsl" in loaded and not loaded & FRAMEWORKS
 
 
 def test_catalogue_entries_show_their_price():

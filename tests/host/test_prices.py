@@ -148,6 +148,18 @@ def test_half_a_chip_is_paid_for_whole() -> None:
     assert given.busy_w is not None and given.busy_w.high == pytest.approx(560)
 
 
+def test_halves_of_two_chips_are_two_chips_and_parts_of_a_host_are_one() -> None:
+    (one,), (two,) = lines(plan("2xv7x", used=2)), lines(plan("2xv7x", used=3))
+    assert (one.accelerators, two.accelerators) == (1, 2)
+    assert two.usd_per_hour.high == pytest.approx(2 * one.usd_per_hour.high)
+    (host,) = lines(plan("3xcpu"), {"cpu": (0.1, 0.1)})
+    assert (host.devices, host.accelerators, host.usd_per_hour.value) == (3, 1, pytest.approx(0.1))
+    own = plan("h100")
+    own = replace(own, cluster=replace(own.cluster, devices=(replace(own.cluster.devices[0], name="npu"),)))
+    (given,) = lines(own, {"npu": (2.0, 2.0)})
+    assert (given.usd_per_hour.value, given.busy_w) == (2.0, None)
+
+
 def test_prices_given_by_any_name_of_a_chip() -> None:
     for name in ("h100", "H100", "sm_90", "h100-sxm"):
         (found,) = lines(plan("h100"), {name: (1.0, 4.0)}, {name: (300.0, 300.0)})
