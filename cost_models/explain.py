@@ -124,27 +124,31 @@ def explain_op(placed: PlacedOp, step: Step, device: Device, dtype: str) -> OpEx
     def time(op: OpFacts, on: Device) -> OpTime:
         return op_time(op, step, on, dtype, kv_heads=placed.kv_heads)
 
-    now = time(placed.op, device)
+    now, plain = time(placed.op, device), replace(device, profile=None)
+    modelled = time(placed.op, plain)
+    # What was measured knows no peak and no bandwidth: their part in it is taken to be what it is in the model.
+    scale = now.seconds / modelled.seconds if modelled.seconds else 1.0
     cost = placed.op.cost(step)
     faster = {
-        f"peak of {dtype}": replace(device, peak_flops_per_s=_more(device.peak_flops_per_s)),
-        "memory bandwidth": replace(device, bandwidth_bytes_per_s=device.bandwidth_bytes_per_s * (1 + TENTH)),
+        f"peak of {dtype}": replace(plain, peak_flops_per_s=_more(device.peak_flops_per_s)),
+        "memory bandwidth": replace(plain, bandwidth_bytes_per_s=device.bandwidth_bytes_per_s * (1 + TENTH)),
     }
     smaller = {"weight_bytes": "weight bytes", "kv_bytes": "KV bytes", "activation_bytes": "activation bytes"}
-    seconds = {f"10 % more {what}": time(placed.op, on).seconds for what, on in faster.items()}
+    seconds = {f"10 % more {what}": scale * time(placed.op, on).seconds for what, on in faster.items()}
     seconds |= {
-        f"10 % fewer {what}": time(_smaller(placed.op, name), device).seconds
+        f"10 % fewer {what}": scale * time(_smaller(placed.op, name), plain).seconds
         for name, what in smaller.items()
         if getattr(cost, name)
     }
-    seconds["10 % cheaper launches"] = now.seconds - TENTH * now.terms["launch"]
+    seconds["10 % cheaper launches"] = scale * (modelled.seconds - TENTH * modelled.terms["launch"])
+    terms = {name: scale * value for name, value in modelled.terms.items()}
     return OpExplained(
         placed.label,
         placed.count,
         device.id,
         dtype,
-        now,
-        tuple(_reached(placed.op, device, dtype)),
+        replace(now, terms=terms, bound=modelled.bound),
+        tuple(_reached(placed.op, device, dtype, now)),
         _changes(now.seconds, seconds),
     )
 
@@ -192,8 +196,11 @@ def explain_hop(model: ModelProfile, step: Step, cluster: Cluster) -> OpExplaine
     )
 
 
-def _reached(op: OpFacts, device: Device, dtype: str) -> Iterator[Reached]:
-    """The shares of the nominal numbers that the model counts on, and the cost of a launch."""
+def _reached(op: OpFacts, device: Device, dtype: str, now: OpTime) -> Iterator[Reached]:
+    """The shares of the nominal numbers that the model counts on, and the cost of a launch; or the profile instead."""
+    if device.profile is not None:
+        yield Reached(f"the profile {device.profile}", now.seconds, now.low, now.high, "s", now.source)
+        return
     speeds = rates(device, dtype).speeds
     assert speeds is not None
     kind, known = kind_of(op.name), quantities(device) or {}

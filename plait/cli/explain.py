@@ -77,13 +77,17 @@ def command(
     from plait.cli.screen import Screen
     from plait.cost_models.catalogue import cluster_for
     from plait.cost_models.explain import HOP, chosen, explain_hop, explain_op, per_token_at_twice, placed_ops
+    from plait.cost_models.profiles import default
     from plait.registry import out_of_tree
     from plait.spec import parse_targets
 
     step = _step(phase, batch, context)
-    cluster = cluster_for(parse_targets(target), backends=out_of_tree())
+    profiles, notes = default()
+    cluster = cluster_for(parse_targets(target), backends=out_of_tree(), profiles=profiles)
     device = cluster.devices[0]
     screen = Screen(as_json=as_json)
+    for note in notes:
+        screen.note(note)
     profile = _profile(model, config, dtype, context)
     words = _command(model, target, phase, batch, context, dtype, config)
     asked = {"model": profile.model, "target": target, "phase": phase, "batch": batch, "context": context}

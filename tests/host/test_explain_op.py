@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +14,21 @@ from plait.cli import explain as cli
 from plait.cost_models.catalogue import cluster_for, devices
 from plait.cost_models.explain import chosen, explain_hop, explain_op, per_token_at_twice, placed_ops
 from plait.cost_models.profile import ModelProfile
+from plait.cost_models.profiles import Hop, Overheads, Profile, Times, machine
 from plait.cost_models.roofline import rates, unit_s
 from plait.cost_models.speeds import quantities
 from plait.ir.facts import Step
-from plait.spec import parse_targets
+from plait.spec import parse_targets, to_json
 from tests.host.command_line import config_file, plait
 from tests.planning import cluster, device, llama, toy
 
 DECODE, PREFILL = Step.decode(8, 1024), Step((1024,) * 8, (1024,) * 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def _no_profiles(tmp_path, monkeypatch) -> None:
+    """What somebody measured on this machine is not in these tests."""
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -134,6 +142,38 @@ def test_some_devices_are_fitted_and_some_are_not() -> None:
     fitted = {target for target in CHIPS if quantities(on(target)) is not None}
     assert {"h100", "b200", "mi300x"} <= fitted
     assert {"gaudi3", "trainium2", "m3-ultra", "wse3"} <= set(CHIPS) - fitted
+
+
+def measured(folder: Path) -> Path:
+    """A profile of this host: every product takes a second, everything else a millisecond."""
+
+    def times(coordinates: int, seconds: float) -> Times:
+        axes = ((1.0, 1e9),) * coordinates
+        return Times(axes, *((seconds * factor,) * 2**coordinates for factor in (1.0, 0.9, 1.2)))
+
+    tables = {"linear": (2, 1.0), "logits": (2, 1.0), "decode": (2, 1e-3), "prefill": (2, 1e-3), "silu_mul": (1, 1e-3)}
+    found = Profile(
+        "cpu", "cpu", "cpu", machine("cpu"), 1, "2026-11-01", True,
+        {f"{name} float32": times(*shape) for name, shape in tables.items()},
+        Overheads(1e-4, 0.0, 0.0, 0.0), 1e10, Hop(1e-5, 1e9), Hop(1e-5, 1e9),
+    )  # fmt: skip
+    path = folder / "cache" / "profiles" / "cpu.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(to_json(found))
+    return path
+
+
+def test_what_was_measured_is_what_it_is_explained_with(model, tmp_path) -> None:
+    words = ("explain", model, "--target", "cpu", "--dtype", "float32", "--op", "linear 96x64")
+    (assumed,) = json.loads(plait(*words, "--json").stdout)["ops"]
+    path = measured(tmp_path)
+    (told,) = json.loads(plait(*words, "--json").stdout)["ops"]
+    assert told["time"]["seconds"] == pytest.approx(1.0) and assumed["time"]["seconds"] < 0.01
+    assert [item["what"] for item in told["reached"]] == [f"the profile {path}"]
+    assert told["assumed"] == [] and assumed["assumed"]
+    changes = [{change["what"]: change["change"] for change in one["changes"]} for one in (told, assumed)]
+    assert changes[0] == pytest.approx(changes[1], abs=1e-3)
+    assert str(path) in "".join(plait(*words).stdout.split())
 
 
 def test_a_hop_by_hand() -> None:
