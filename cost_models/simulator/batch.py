@@ -71,6 +71,16 @@ class ConstantTimes:
         return self.seconds
 
 
+class ScaledTimes:
+    """Other times by a factor: the ends of their range."""
+
+    def __init__(self, times: StageTimes, factor: float) -> None:
+        self._times, self._factor = times, factor
+
+    def step_s(self, batch: Batch) -> float:
+        return self._factor * self._times.step_s(batch)
+
+
 class PointTimes:
     """Interpolated between measured steps: what benchmarks and users who measured their own slices have.
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from plait.cost_models.network import link_between
 from plait.cost_models.profile import ModelProfile
-from plait.cost_models.simulator.batch import StageTimes
+from plait.cost_models.roofline import estimate
+from plait.cost_models.simulator.batch import ScaledTimes, StageTimes
 from plait.cost_models.simulator.op_times import UnitPrices, prices_of, slice_times
+from plait.cost_models.simulator.result import StageUse
 from plait.cost_models.simulator.setup import Hop, PipelineSpec, Pool, Router, Setup, Stage, Wire
 from plait.errors import UserError
 from plait.spec import Cluster, Device, Plan, kv_class, ring_pages
@@ -75,6 +78,23 @@ def setup_of(
             )
         )
     return Setup(tuple(pipelines), router, max_positions=model.max_positions)
+
+
+def at_end(setup: Setup, plan: Plan, end: Literal["low", "high"]) -> Setup:
+    """The same with the time of every stage at one end of its range, all at once: that of the cost model's decode
+    steps, and half to twice where its range is only that of a roofline."""
+    factors = {device.id: getattr(estimate(1.0, 0.5, device), end) for device in plan.cluster.devices}
+
+    def scaled(stage: Stage) -> Stage:
+        return replace(stage, times=ScaledTimes(stage.times, factors[device_of(stage)]))
+
+    pipelines = (replace(pipe, stages=tuple(map(scaled, pipe.stages))) for pipe in setup.pipelines)
+    return replace(setup, pipelines=tuple(pipelines))
+
+
+def device_of(stage: Stage | StageUse) -> str:
+    """The id of the device that a stage of a plan, or one of its replicas, is on."""
+    return stage.name.partition("#")[0]
 
 
 def _hop(cluster: Cluster, a: Device, b: Device, bytes_per_token: float, tail: str) -> Hop:

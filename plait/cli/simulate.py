@@ -15,9 +15,11 @@ from plait.errors import UsageError
 from plait.words import count_text, seconds_text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from plait.cli.screen import Screen
     from plait.cost_models.profile import ModelProfile
-    from plait.cost_models.simulator import Result, Spread
+    from plait.cost_models.simulator import Result, Spread, Summary
     from plait.cost_models.simulator.costs import Costs
     from plait.cost_models.simulator.planned import Limits
     from plait.spec import Estimate, Plan
@@ -123,7 +125,7 @@ def command(
     from plait.cost_models.prices import rate_of
     from plait.cost_models.simulator import Slo, simulate
     from plait.cost_models.simulator.costs import costs
-    from plait.cost_models.simulator.planned import setup_of
+    from plait.cost_models.simulator.planned import at_end, device_of, setup_of
     from plait.spec import to_dict
 
     _check(replicas, max_ttft, max_tpot)
@@ -138,14 +140,18 @@ def command(
         setup = setup_of(source.plan, source.model, source.limits, replicas=replicas, grow=grow)
         slo = Slo(_either(max_ttft, work.max_ttft_s), _either(max_tpot, work.max_tpot_s))
         result = simulate(setup, traffic, slo)
+        progress("range", 0, 2)
+        fast, slow = (simulate(at_end(setup, source.plan, end), traffic, slo).summary for end in ("low", "high"))
     by_id = {device.id: rate_of(device) for device in source.plan.cluster.devices}
-    spent = costs(result, {stage.name: by_id[stage.name.partition("#")[0]] for stage in result.stages})
-    _show(screen, source, asked, result, spent)
+    spent = costs(result, {stage.name: by_id[device_of(stage)] for stage in result.stages})
+    ranges = _ranges(result.summary, fast, slow)
+    _show(screen, source, asked, result, spent, ranges)
     same = {"--replicas": replicas > 1 and replicas, "--max-ttft": max_ttft, "--max-tpot": max_tpot, "--seed": seed}
     command = _next(source, result, load, [*_words(same), *(["--grow"] if grow else [])])
     screen.note("simulated with predicted times; nothing was run")
     screen.next(command)
-    screen.result({"asked": asked, "seed": seed, **to_dict(result), "costs": to_dict(spent), "next": command})
+    screen.result({"asked": asked, "seed": seed, **to_dict(result), "ranges": to_dict(ranges),
+                   "costs": to_dict(spent), "next": command})  # fmt: skip
 
 
 def _source(path: Path, model: Path | None, progress: Any) -> _Source:
@@ -191,7 +197,9 @@ def _in_flight(plan: Plan) -> int | None:
     return 1 if any(names[item.devices[0]] == "cpu" for item in plan.slices) else None
 
 
-def _show(screen: Screen, source: _Source, asked: str, result: Result, spent: Costs) -> None:
+def _show(
+    screen: Screen, source: _Source, asked: str, result: Result, spent: Costs, ranges: dict[str, Estimate]
+) -> None:
     from plait.cli.tables import facts, table
 
     summary, plan = result.summary, source.plan
@@ -221,16 +229,38 @@ def _show(screen: Screen, source: _Source, asked: str, result: Result, spent: Co
         for stage in result.stages
     ]
     screen.show(table(uses, used, right=uses[1:]))
-    screen.show(facts([*_rates(result), *_costs(spent)], title="together"))
+    screen.show(facts([*_rates(result, ranges), *_costs(spent)], title="together"))
 
 
-def _rates(result: Result) -> list[tuple[str, str]]:
+def _ranges(value: Summary, fast: Summary, slow: Summary) -> dict[str, Estimate]:
+    """Means with what they are where every device is as fast, or as slow, as the cost model's range has it."""
+    from plait.spec import Estimate
+
+    def range_of(pick: Callable[[Summary], float | None]) -> Estimate | None:
+        found = [x for x in map(pick, (value, fast, slow)) if x is not None]
+        return Estimate(found[0], min(found), max(found), "interpolated") if found else None
+
+    wanted: dict[str, Callable[[Summary], float | None]] = {
+        "ttft_s": lambda s: s.ttft_s.mean,
+        "tpot_s": lambda s: None if s.tpot_s is None else s.tpot_s.mean,
+        "output_tokens_per_s": lambda s: s.output_tokens_per_s,
+    }
+    return {name: found for name, pick in wanted.items() if (found := range_of(pick)) is not None}
+
+
+def _rates(result: Result, ranges: dict[str, Estimate]) -> list[tuple[str, str]]:
     s, pipes = result.summary, result.pipelines
     good = f"{s.good_fraction:.1%} of requests, {s.goodput_per_s:.3g} a second"
     peak = max(pipes, key=lambda pipe: pipe.most_kv_pages / pipe.kv_pages)
     links = [f"{wire.name} {wire.utilisation:.0%}" for wire in result.wires]
+    rate, waits = ranges["output_tokens_per_s"], []
+    for name, found in (("first token", ranges["ttft_s"]), ("token after", ranges.get("tpot_s"))):
+        if found is not None:
+            waits.append((f"range, {name}", f"{seconds_text(found.low)} to {seconds_text(found.high)} on average"))
     return [
-        ("output tokens/s", f"{count_text(s.output_tokens_per_s)}, with prompts {count_text(s.total_tokens_per_s)}"),
+        *waits,
+        ("output tokens/s", f"{count_text(rate.value)} ({count_text(rate.low)} to {count_text(rate.high)})"),
+        ("with prompts", f"{count_text(s.total_tokens_per_s)} tokens/s"),
         ("requests/s", f"{s.requests_per_s:.3g} over {seconds_text(s.makespan_s)}"),
         ("within the limits", good if result.slo.ttft_s or result.slo.tpot_s else ""),
         ("longest queue", f"{max(pipe.most_waiting for pipe in pipes)} requests"),

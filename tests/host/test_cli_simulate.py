@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plait.cost_models.simulator import Result
-from plait.spec import from_dict
+from plait.spec import Plan, from_dict, from_yaml
 from tests import checkpoints
 from tests.host.command_line import config_file, plait
 from tests.host.test_imports import FRAMEWORKS, imported_by
@@ -68,6 +68,17 @@ def test_json_holds_the_whole_result(plan, model):
     assert found["costs"]["usd_per_million_output_tokens"]["low"] > 0
     assert "--rate" in found["next"] and "--spread 0.5" in found["next"] and "--seed 3" in found["next"]
     assert found == document(plan, "--model", model, *FEW, "--rate", "50", "--spread", "0.5", "--seed", "3")
+
+
+def test_ranges_are_those_of_the_cost_model(plan, model):
+    """One request at a time and no queue: a token's range is that of a decode step, but for what links take."""
+    found = document(plan, "--model", model, *FEW, "--concurrency", "1")["ranges"]
+    planned = from_yaml(Plan, plan.read_text()).slices[0].decode_s
+    assert planned is not None
+    assert set(found) == {"ttft_s", "tpot_s", "output_tokens_per_s"}
+    assert all(range_["low"] < range_["value"] < range_["high"] for range_ in found.values())
+    token = found["tpot_s"]
+    assert token["high"] / token["value"] == pytest.approx(planned.high / planned.value, rel=0.2)
 
 
 def to_names(kind: Any) -> list[str]:

@@ -189,6 +189,7 @@ def test_the_youngest_is_preempted_and_computed_again():
     # Steps: both 1, 2; the older 3, 4; then the younger reads 3 tokens in one step (its third) and decodes its fourth.
     assert young.e2e_s == pytest.approx(6.0)
     assert result.summary.preemptions == 1
+    assert sum(interval.prompt_tokens for interval in result.stages[0].timeline) == 1 + 1 + 3
 
 
 def test_a_prefix_is_read_once():

@@ -12,7 +12,7 @@ from plait.cost_models.roofline import rates, unit_s
 from plait.cost_models.simulator import Arrivals, Batch, Lengths, draw, simulate
 from plait.cost_models.simulator.batch import rounded
 from plait.cost_models.simulator.op_times import OpTimes, UnitPrices, slice_times
-from plait.cost_models.simulator.planned import Limits, setup_of
+from plait.cost_models.simulator.planned import Limits, at_end, device_of, setup_of
 from plait.ir.facts import Step
 from plait.partitioner import Problem, solve
 from plait.spec import Workload
@@ -105,6 +105,17 @@ def test_a_plan_alone_on_its_devices_takes_what_the_planner_predicts():
     assert plan.prediction is not None and found.tpot_s is not None
     assert found.ttft_s.mean == pytest.approx(plan.prediction.ttft_s.value, rel=1e-6)
     assert found.tpot_s.mean == pytest.approx(plan.prediction.tpot_s.value, rel=0.01)
+
+
+def test_the_ends_of_the_range_are_those_of_the_plan_s_steps():
+    """A backend without measurements: half to twice."""
+    model, plan = planned(concurrency=1)
+    setup = setup_of(plan, model, Limits(1, 512, 4096))
+    batch = Batch((), 1, 100, 1)
+    for end, factor in (("low", 0.5), ("high", 2.0)):
+        for before, after in zip(setup.pipelines[0].stages, at_end(setup, plan, end).pipelines[0].stages, strict=True):
+            assert after.times.step_s(batch) == pytest.approx(factor * before.times.step_s(batch))
+            assert device_of(after) in {device.id for device in plan.cluster.devices}
 
 
 def test_hops_are_the_cluster_s():
