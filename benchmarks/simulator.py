@@ -2,7 +2,8 @@
 
     speed     simulated steps per second of one core (processor time, so that others' work does not count)
     replay    a trace on the real runtime of this machine, SmolLM2 over two cpu slices, against the simulation of it
-              with stage times measured just before and after; the median of the rounds
+              with stage times measured just before and after; in the end the ratio of the means of all
+              rounds, since other work on the machine changes its speed from minute to minute
     tensorrt  TensorRT-LLM's published offline throughput (Llama-3.3-70B FP4, RTX PRO 6000, one and several stages)
     serving   LLMServingSim's published vLLM run (Qwen3-30B-A3B, 300 ShareGPT requests, 10 a second)
 
@@ -152,9 +153,13 @@ def replay(args: argparse.Namespace) -> list[Row]:
                     )  # fmt: skip
     for metric in ("TTFT mean s", "TPOT mean ms", "output tokens/s"):
         mine = [row for row in found if row["metric"] == metric]
-        middle = {name: statistics.median(row[name] for row in mine) for name in ("measured", "simulated", "ratio",
-                                                                                  "calibration drift")}  # fmt: skip
-        found.append({"round": "median", "metric": metric, **middle})
+        means = {
+            name: statistics.fmean(row[name] for row in mine) for name in ("measured", "simulated", "calibration drift")
+        }
+        ratio = means["simulated"] / means["measured"]
+        found.append({"round": "mean", "metric": metric, "measured": means["measured"],
+                      "simulated": means["simulated"], "ratio": ratio,
+                      "calibration drift": means["calibration drift"]})  # fmt: skip
     return found
 
 
@@ -401,7 +406,7 @@ def main() -> None:
     parser.add_argument("--model", default="models/smollm2", help="of the replay")
     parser.add_argument("--layers", type=lambda text: [int(n) for n in text.split(",")], default=None)
     parser.add_argument("--requests", type=int, default=24, help="of the replay")
-    parser.add_argument("--rounds", type=int, default=3, help="of the replay; seeds of `serving`")
+    parser.add_argument("--rounds", type=int, default=5, help="of the replay; seeds of `serving`")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     found = {name: PARTS[name](args) for name in args.part or PARTS}
