@@ -82,7 +82,7 @@ def cluster_for(
         for device in _devices_of(target, host_share, backends):
             host_name = target.host or ("localhost" if _plain(target.name) == HOST_CPU else f"host{number}")
             named = replace(device, id=f"{device.name}.{counts[device.name]}", host=host_name)
-            found.append(applied(named, profiles, host_share if device.name == HOST_CPU else 1))
+            found.append(applied(named, profiles))
             counts[device.name] += 1
     return with_links(tuple(found))
 

@@ -48,11 +48,13 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class OpFacts:
-    """One op: its name (`plait.linear`), and its flops and bytes in a step; `matrix` where it is a product."""
+    """One op: its name (`plait.linear`), and its flops and bytes in a step; where it is a product its `matrix`, and a
+    number that products of the same `input` share."""
 
     name: str
     cost: Callable[[Step], Cost]
     matrix: Matrix | None = None
+    input: int | None = None
 
 
 @dataclass(frozen=True)
@@ -283,8 +285,13 @@ def _kind(group: list[PlaitOp]) -> Any:
 
 def _facts(group: list[PlaitOp]) -> UnitFacts:
     results = [r.type for op in group if not isinstance(op, SCORING) for r in op.results]
+    inputs: dict[SSAValue, int] = {}
+
+    def number(op: PlaitOp) -> int | None:
+        return inputs.setdefault(op.x, len(inputs)) if isinstance(op, LinearOp) else None
+
     return UnitFacts(
-        ops=tuple(OpFacts(op.name, op.cost, _matrix(op)) for op in group),
+        ops=tuple(OpFacts(op.name, op.cost, _matrix(op), number(op)) for op in group),
         kv=tuple(
             KVFacts(
                 op.cache.kv_heads.data,

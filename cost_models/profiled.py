@@ -5,7 +5,7 @@ Tables are called `op dtype`; their coordinates are
     linear      rows of the input, elements of the weight (those of `linears` together)
     logits      rows, elements of the weight
     decode      sequences with one new token each, bytes of KV each of them reads
-    prefill     new tokens of one sequence, its tokens with them; for `PREFILL_WIDTH` features of q
+    prefill     new tokens of one sequence, one more than the tokens before them; for `PREFILL_WIDTH` features of q
     any other   bytes of activations read and written
 
 Between grid points the logarithm of the time is linear in the logarithms of the coordinates. Below the first point time
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from plait.cost_models.op_time import EXPERTS, kind_of
@@ -120,7 +120,8 @@ class MeasuredTimes:
         return self._moved(op, step, name).times(self.slower)
 
     def unit(self, ops: Sequence[OpFacts], steps: Sequence[Step]) -> Measure:
-        return sum((self.op(op, step) for step in steps for op in ops), NOTHING)
+        """Ops of a unit; products of one input count as the one that they are compiled to."""
+        return sum((self.op(op, step) for step in steps for op in together(ops)), NOTHING)
 
     def overhead_s(self, step: Step) -> float:
         """Of one slice in a step."""
@@ -131,7 +132,8 @@ class MeasuredTimes:
         return self.profile.tables[f"{name} {self.dtype}"]
 
     def _logits(self, op: OpFacts, step: Step) -> Measure:
-        engine = self.profile.overheads.engine_s / self.slower
+        known = self.profile.overheads
+        engine = (known.engine_s + known.engine_sequence_s * len(step.query_lens)) / self.slower  # not the device's
         spent = Measure(engine, engine, engine)
         if not step.logit_rows or op.matrix is None:
             return spent
@@ -170,8 +172,21 @@ class MeasuredTimes:
             if query > 1:
                 here = visible_pairs(query, kv, None)
                 ratio = cost.flops * here / pairs / (4.0 * PREFILL_WIDTH * here)
-                total += look_up(self._table(PREFILL), query, kv).times(ratio)
+                total += look_up(self._table(PREFILL), query, kv - query + 1).times(ratio)
         return total
+
+
+def together(ops: Sequence[OpFacts]) -> list[OpFacts]:
+    """The ops with products of one input in one, as `ir.passes.FuseLinearPass` has it."""
+    out: dict[object, OpFacts] = {}
+    for number, op in enumerate(ops):
+        key = (op.name, op.input) if op.name == "plait.linear" and op.input is not None else number
+        known = out.get(key)
+        if known is None or known.matrix is None or op.matrix is None:
+            out[key] = op
+        else:
+            out[key] = replace(known, matrix=replace(known.matrix, columns=known.matrix.columns + op.matrix.columns))
+    return list(out.values())
 
 
 def measured_times(device: Device, dtype: str) -> MeasuredTimes | None:

@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -22,7 +23,7 @@ from typing import Literal
 
 from plait.cost_models.host import core_count
 from plait.errors import UserError
-from plait.spec import Device, digest, from_json
+from plait.spec import Device, digest, from_json, to_json
 
 #: What is measured in every dtype; see `profiled.py`.
 REQUIRED = ("linear", "logits", "decode", "prefill", "silu_mul")
@@ -63,13 +64,15 @@ class Overheads:
     Attributes:
         slice_s: of each slice; sequence_s, token_s: more for each sequence and each new token (page tables, rotary
             tables).
-        engine_s: of the pipeline once: scheduling, sampling, handing tokens on.
+        engine_s: of the pipeline once: scheduling, sampling, handing tokens on; engine_sequence_s: more for each
+            sequence.
     """
 
     slice_s: float
     sequence_s: float
     token_s: float
     engine_s: float
+    engine_sequence_s: float
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,24 @@ def read(path: Path) -> Profile:
     return found
 
 
+def write(profile: Profile, path: Path) -> None:
+    """Write a profile so that it is never there in part. Raises UserError: `output-unwritable`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(to_json(profile, indent=1) + "\n")
+            Path(scratch).chmod(0o644)
+            Path(scratch).replace(path)
+        except BaseException:
+            Path(scratch).unlink(missing_ok=True)
+            raise
+    except OSError as err:
+        raise UserError("output-unwritable", f"cannot write {path}", why=err.strerror or str(err)) from err
+    _read_once.cache_clear()
+
+
 def _damaged(what: str) -> UserError:
     return UserError("profile-damaged", what, hint="measure again: plait profile")
 
@@ -261,23 +282,22 @@ def default() -> tuple[tuple[Chosen, ...], tuple[str, ...]]:
     return tuple(chosen), tuple(notes)
 
 
-def applied(device: Device, chosen: Iterable[Chosen], share: int = 1) -> Device:
+def applied(device: Device, chosen: Iterable[Chosen]) -> Device:
     """The device with the numbers of the first profile that is of its kind; as it was where none is.
 
-    Args:
-        share: how many devices stand for the machine that was measured.
+    Several slices on one host's CPU have all its cores each: the runtime has one step in flight there.
     """
     from plait.cost_models.profiled import peak_flops_per_s, stream_bytes_per_s
 
     for one in chosen:
         found = one.profile
         if (found.device, found.backend, found.arch) == (device.name, device.backend, device.arch):
-            peaks = {dtype: peak_flops_per_s(found, dtype) / share for dtype in found.dtypes}
+            peaks = {dtype: peak_flops_per_s(found, dtype) for dtype in found.dtypes}
             return replace(
                 device,
                 peak_flops_per_s={**device.peak_flops_per_s, **peaks},
                 achieved={**device.achieved, **dict.fromkeys(peaks, 1.0)},
-                bandwidth_bytes_per_s=stream_bytes_per_s(found) / share,
+                bandwidth_bytes_per_s=stream_bytes_per_s(found),
                 bandwidth_achieved=1.0,
                 step_overhead_s=found.overheads.slice_s,
                 peer_bytes_per_s=found.shared.bytes_per_s if found.backend == "cpu" else device.peer_bytes_per_s,

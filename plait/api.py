@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
 
     from plait.cost_models.profile import ModelProfile
+    from plait.cost_models.profiles import Chosen, Profile
     from plait.frontend.checkpoint import Checkpoint
     from plait.frontend.lora import Adapter
     from plait.partitioner.quantize import Choice
@@ -66,6 +67,7 @@ class Request:
     plan: Plan | None
     lora: tuple[Path, ...] = ()
     quantize: Mapping[str, Choice] = field(default_factory=dict)
+    profile_notes: tuple[str, ...] = ()
 
 
 def request(
@@ -87,6 +89,7 @@ def request(
     lora: StrPath | Sequence[StrPath] = (),
     quantize: str | Mapping[str, str] | None = None,
     group_size: int | None = None,
+    profile: StrPath | None = None,
 ) -> Request:
     """Resolve the arguments that `plan` and `compile` share.
 
@@ -109,8 +112,11 @@ def request(
             or the id of a device, for the blocks that lie there.
         group_size: neighbours of a row that share a scale then: 32, 64 or 128, or 0 for the whole row. Of itself int4
             takes the largest that divides a row, int8 and fp8 the whole row.
+        profile: a file of `plait profile`, for devices of its kind; without it those in the default place are taken,
+            where they hold for this machine.
 
     Raises:
+        UserError: `profile-foreign`: measured on another machine, or under another PyTorch.
         UsageError: names or values that do not fit together.
     """
     from plait.partitioner.quantize import choices, planned_choices
@@ -128,7 +134,7 @@ def request(
         fixed = {
             "workload": workload, "context": context, "concurrency": concurrency,
             "objective": objective, "layers": layers, "pins": pins or None, "forbidden_cuts": cuts or None,
-            "quantize": quantize or None, "group_size": group_size,
+            "quantize": quantize or None, "group_size": group_size, "profile": profile,
         }  # fmt: skip
         clash = sorted(name for name, value in fixed.items() if value is not None)
         if clash:
@@ -151,7 +157,15 @@ def request(
             why="known: " + ", ".join(known),
             hint=did_you_mean(objective, known),
         )
-    devices = given.cluster if given is not None else _cluster(targets, cluster)
+    chosen, asides = _profiles(profile, fixed=given is not None or isinstance(cluster, Cluster))
+    devices = given.cluster if given is not None else _cluster(targets, cluster, chosen)
+    if profile is not None and not any(device.profile for device in devices.devices):
+        raise UsageError(
+            "profile-unused",
+            f"{profile} is of none of the devices",
+            why=f"it was measured on {chosen[0].profile.device}; the devices are "
+            + ", ".join(dict.fromkeys(device.name for device in devices.devices)),
+        )
     return Request(
         model=Path(model),
         config=None if config is None else Path(config),
@@ -167,7 +181,17 @@ def request(
         plan=given,
         lora=tuple(map(Path, [lora] if isinstance(lora, str | os.PathLike) else lora)),
         quantize=choices(devices, quantize, group_size) if given is None else planned_choices(given),
+        profile_notes=tuple(asides) if any(device.backend == "cpu" for device in devices.devices) else (),
     )
+
+
+def _profiles(asked: StrPath | None, *, fixed: bool) -> tuple[tuple[Chosen, ...], tuple[str, ...]]:
+    """The profiles that devices may take, and notes on those left aside. A cluster that is `fixed` has its own."""
+    from plait.cost_models import profiles
+
+    if asked is not None:
+        return (profiles.given(Path(asked)),), ()
+    return ((), ()) if fixed else profiles.default()
 
 
 def _kv_dtype(asked: str | None) -> str | None:
@@ -192,7 +216,7 @@ def _read_plan(path: Path) -> Plan:
         raise PlanError("plan-unreadable", f"cannot read the plan {path}", why=str(err)) from err
 
 
-def _cluster(targets: Targets | None, cluster: StrPath | Cluster | None) -> Cluster:
+def _cluster(targets: Targets | None, cluster: StrPath | Cluster | None, profiles: tuple[Chosen, ...] = ()) -> Cluster:
     from plait.cost_models.catalogue import cluster_for
     from plait.cost_models.cluster_file import load_cluster
     from plait.registry import out_of_tree
@@ -200,11 +224,11 @@ def _cluster(targets: Targets | None, cluster: StrPath | Cluster | None) -> Clus
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is not None:
-        return load_cluster(Path(cluster))
+        return load_cluster(Path(cluster), profiles)
     assert targets is not None
     parts = [targets] if isinstance(targets, str | Target) else list(targets)
     parsed = [target for part in parts for target in ([part] if isinstance(part, Target) else parse_targets(part))]
-    return cluster_for(parsed, backends=out_of_tree())
+    return cluster_for(parsed, backends=out_of_tree(), profiles=profiles)
 
 
 def _workload(workload: str | Workload | None, context: int | None, concurrency: int | None) -> Workload:
@@ -281,7 +305,7 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     except CheckpointError as err:
         raise pulled(err, asked.model) from err.__cause__
     workload = asked.workload if asked.workload_asked else _within(asked.workload, checkpoint.max_positions)
-    notes = checkpoint.notes(workload.context_tokens)
+    notes = (*checkpoint.notes(workload.context_tokens), *asked.profile_notes, *_profile_notes(asked.cluster))
     if workload != asked.workload:
         notes = (*notes, _shortened_note(asked.workload, workload, checkpoint))
     checkpoint = checkpoint.at(workload.context_tokens)
@@ -328,6 +352,14 @@ def make_plan(asked: Request, progress: Progress = _no_progress, *, check_backen
     notes = (*notes, *(_merged_note(adapter, checkpoint) for adapter in adapters), *_unquantised_notes(asked, plan))
     plan = replace(plan, slices=tuple(slices), notes=notes or None, kv_dtype=asked.kv_dtype)
     return Planned(checkpoint, module, plan, adapters)
+
+
+def _profile_notes(cluster: Cluster) -> Iterator[str]:
+    """Which devices are timed by measurements."""
+    for path in dict.fromkeys(device.profile for device in cluster.devices if device.profile):
+        names = dict.fromkeys(device.name for device in cluster.devices if device.profile == path)
+        said = next(device.sources[-1] for device in cluster.devices if device.profile == path)
+        yield f"times on {', '.join(names)} are {said}"
 
 
 def _quantised(checkpoint: Checkpoint, module: ModuleOp, choices: Mapping[str, Choice]) -> dict[str, ModuleOp]:
@@ -527,3 +559,43 @@ def open(path: StrPath | artifacts.Artifact, **options: Any) -> Pipeline:
     from plait.text import Pipeline
 
     return Pipeline.open(path, **options)
+
+
+def profile_device(
+    target: str = "cpu",
+    *,
+    output: StrPath | None = None,
+    quick: bool = False,
+    threads: int | None = None,
+    progress: Progress = _no_progress,
+) -> tuple[Profile, Path]:
+    """Measure a device of this machine, and write the profile that plans prefer from then on.
+
+    Args:
+        target: `cpu`, or an accelerator that is here.
+        output: the file; None for the default place in the user's cache, where plans find it.
+        quick: half a minute in place of some minutes, with fewer points.
+        threads: of the host; None for all cores.
+
+    Raises:
+        UsageError: `profile-device`: the device is not here. `threads`: not 1 or more.
+        UserError: `output-unwritable`.
+    """
+    from plait.assemble.measure import measure_here
+    from plait.cost_models.catalogue import resolve
+    from plait.cost_models.profiles import default_path, write
+
+    if threads is not None and threads < 1:
+        raise UsageError("threads", f"{threads} threads cannot compute anything")
+    device = resolve(parse_targets(target)[0])[0]
+
+    @contextmanager
+    def opened(model: Path, folder: Path) -> Iterator[Pipeline]:
+        made = compile_artifact(model, target, output=folder, dtype="float32")
+        with open(made, threads=threads) as pipe:
+            yield pipe
+
+    path = default_path(device.name) if output is None else Path(output)
+    made = measure_here(device, opened, quick=quick, threads=threads, progress=progress)
+    write(made, path)
+    return made, path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -14,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from plait.words import bytes_text, counted
 
@@ -147,6 +146,19 @@ def _shared_memory() -> Iterator[Check]:
     yield Check("/dev/shm", "PASS" if good else "WARN", reason)
 
 
+def _profile() -> Iterator[Check]:
+    """Whether times of this host come from measurements."""
+    from plait.cost_models.profiles import default
+
+    chosen, notes = default()
+    for one in chosen:
+        yield Check(f"profile {one.profile.device}", "PASS", one.said)
+    for note in notes:
+        yield Check("profile", "WARN", note)
+    if not chosen and not notes:
+        yield Check("profile", "WARN", "none: times on this host are assumed; plait profile measures it")
+
+
 def _devices() -> Iterator[Check]:
     from plait.present import accelerators
 
@@ -199,6 +211,7 @@ def _sample_targets() -> dict[str, str]:
 
 def _self_test() -> Iterator[Check]:
     """A tiny random Llama, whole and cut in two: the same scores bit for bit. Without PyTorch, only that it runs."""
+    from plait.assemble.tiny import write_tiny_llama
     from plait.registry import IN_TREE
 
     wheel = IN_TREE["cpu"].wheel
@@ -230,45 +243,6 @@ def _answer(folder: Path, target: str, layers: tuple[int, ...]) -> tuple[tuple[b
         return (scores.tobytes(), tokens), " and ".join(dict.fromkeys(s.runs_on for s in pipe.manifest.slices))
 
 
-def write_tiny_llama(folder: Path, blocks: int = 2) -> None:
-    """A random Llama of a few kilobytes in Hugging Face layout: the same bytes every time."""
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    hidden, heads, kv_heads, inner, vocabulary = 32, 4, 2, 64, 64
-    head = hidden // heads
-    random = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-    for i in range(blocks):
-        layer = f"model.layers.{i}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (heads * head, hidden),
-            f"{layer}.self_attn.k_proj.weight": (kv_heads * head, hidden),
-            f"{layer}.self_attn.v_proj.weight": (kv_heads * head, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
-        }
-    config: dict[str, Any] = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": hidden,
-        "intermediate_size": inner, "num_hidden_layers": blocks, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": head, "vocab_size": vocabulary, "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32",
-        "attention_bias": False, "mlp_bias": False, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    folder.mkdir(parents=True)
-    tensors = {name: random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-
-
 _CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("python", _python),
     ("wheels", _wheels),
@@ -276,6 +250,7 @@ _CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("cache", _cache),
     ("host", _host),
     ("memfd", _shared_memory),
+    ("profile", _profile),
     ("accelerators", _devices),
     ("backends", _backends),
     ("self-test", _self_test),

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli import compile, cost, devices, doctor, explain, export, inspect, plan, pull, simulate, tune
+from plait.cli import compile, cost, devices, doctor, explain, export, inspect, plan, profile, pull, simulate, tune
 from plait.cli import run as run_command
 from plait.cli.root import Root
 
@@ -39,7 +39,21 @@ app = typer.Typer(
     context_settings=_SETTINGS,
 )
 
-for _command in (compile, plan, cost, explain, run_command, simulate, devices, doctor, inspect, tune, export, pull):
+for _command in (
+    compile,
+    plan,
+    cost,
+    explain,
+    run_command,
+    profile,
+    simulate,
+    devices,
+    doctor,
+    inspect,
+    tune,
+    export,
+    pull,
+):
     app.command(_command.NAME, help=_command.HELP, context_settings=_SETTINGS)(_command.command)
 
 
