@@ -46,11 +46,18 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     twice, window = reader.optional("sliding_window_size", int), reader.peek("sliding_window")
     if twice is not None and twice != window:
         raise reader.error("config-conflict", f"sliding_window is {window!r:.50} and sliding_window_size {twice}")
-    return read_gemma(reader, "gemma2", every=2)
+    softcap = reader.optional_positive_number("attn_logit_softcapping")
+    return read_gemma(reader, "gemma2", every=2, softcap=softcap)
 
 
 def read_gemma(
-    reader: ConfigReader, family: str, *, every: int, qk_normed: bool = False, local_theta_key: str | None = None
+    reader: ConfigReader,
+    family: str,
+    *,
+    every: int,
+    softcap: float | None = None,
+    qk_normed: bool = False,
+    local_theta_key: str | None = None,
 ) -> DecoderConfig:
     """What both generations read. `every`: as in `read_windows`; `local_theta_key`: as in `read_ropes`."""
     bias, norm = reader.flag("attention_bias"), rms(reader, offset=OFFSET)
@@ -60,7 +67,7 @@ def read_gemma(
         scale=reader.positive_number("query_pre_attn_scalar") ** -0.5,
         bias=bias,
         output_bias=bias,
-        softcap=reader.optional_positive_number("attn_logit_softcapping"),
+        softcap=softcap,
         qk_norm=QKNorm(norm) if qk_normed else None,
         local_theta_key=local_theta_key,
     )

@@ -9,6 +9,8 @@ from plait.frontend.families.base import Family
 from plait.frontend.families.gemma2 import FIXED, NEEDED, read_gemma, read_pattern
 
 PATTERN = 6
+# transformers reads a cap of scores and does not apply it; no published config has one.
+UNCAPPED: dict[str, tuple[object, ...]] = {"attn_logit_softcapping": (None,)}
 
 
 def _read(reader: ConfigReader) -> DecoderConfig:
@@ -16,4 +18,4 @@ def _read(reader: ConfigReader) -> DecoderConfig:
     return read_gemma(reader, "gemma3_text", every=every, qk_normed=True, local_theta_key="rope_local_base_freq")
 
 
-FAMILY = Family("gemma3_text", ("Gemma3ForCausalLM",), _read, fixed=FIXED, needed=NEEDED)
+FAMILY = Family("gemma3_text", ("Gemma3ForCausalLM",), _read, fixed=FIXED | UNCAPPED, needed=NEEDED)

@@ -284,6 +284,14 @@ def test_a_softcap_of_zero_is_no_way_to_say_off(key: str) -> None:
         read_config(config | {key: 0.0}, "config.json")
 
 
+def test_gemma_3_has_no_cap_of_scores() -> None:
+    """transformers' Gemma 3 reads the key and computes as if it were not there."""
+    config = config_of("gemma3_text", {}).to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
+    assert read_config(config | {"final_logit_softcapping": 3.0}, "config.json").logits_softcap == 3.0
+    with pytest.raises(UnsupportedError, match="attn_logit_softcapping"):
+        read_config(config | {"attn_logit_softcapping": 5.0}, "config.json")
+
+
 def test_heads_may_have_another_size_in_every_block() -> None:
     """KV, rotary tables and slices are those of each block."""
     read = read_config(config_of("gemma2", {}).to_dict() | {"architectures": ["Gemma2ForCausalLM"]}, "config.json")
