@@ -1,10 +1,12 @@
 """How well a profile of this host predicts what a model really does on it: prefill and decode, predicted and measured.
 
-    python benchmarks/profile.py [--model models/smollm2] [--profile FILE | --quick] [--rounds 7] [--json]
+    python benchmarks/profile.py [--model models/smollm2] [--profile FILE | --quick] [--cycles 3] [--rounds 7] [--json]
 
-Without `--profile` this host is measured first. Then every round measures every prompt length and batch once, in turn;
-what is printed are medians over the rounds, and what most of them lay between. On a machine that does other work too,
-profile and rounds may meet different load: run it again, and quote the worst.
+Without `--profile` this host is measured first, in every cycle again. Then every round measures every prompt length and
+batch once, in turn. Printed are the medians over cycles of what was predicted, and over rounds of what was measured,
+with what most of them lay between; the ratio is the median over cycles of each cycle's own, so that load that comes and goes
+meets both sides. On a machine that does other work too, `--processor-time` counts the seconds that the processor worked
+for this process, on one thread and in one process, which others disturb less.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -34,44 +37,54 @@ class Row:
 
     name: str
     size: int
-    predicted: plait.spec.Estimate
-    measured: list[float] = field(default_factory=list)
+    predicted: list[plait.spec.Estimate] = field(default_factory=list)
+    measured: list[list[float]] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
-        low, middle, high = np.quantile(self.measured, (0.1, 0.5, 0.9))
+        low, middle, high = np.quantile(np.concatenate(self.measured), (0.1, 0.5, 0.9))
+        ratios = [p.value / statistics.median(m) for p, m in zip(self.predicted, self.measured, strict=True)]
         return {
             "what": self.name,
             "size": self.size,
-            "predicted_s": self.predicted.value,
-            "measured_s": middle,
-            "ratio": self.predicted.value / middle,
-            "measured_range_s": [low, high],
-            "predicted_range_s": [self.predicted.low, self.predicted.high],
-            "source": self.predicted.source,
+            "predicted_s": statistics.median(p.value for p in self.predicted),
+            "measured_s": float(middle),
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+            "measured_range_s": [float(low), float(high)],
+            "source": self.predicted[0].source,
         }
 
 
 def main() -> None:
     args = _arguments()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with tempfile.TemporaryDirectory() as folder:
-        profile = args.profile
-        if profile is None:
-            profile = Path(folder) / "profile.json"
-            profile_device("cpu", output=profile, quick=args.quick, threads=args.threads)
-        made = plait.compile_artifact(
-            args.model, "cpu", dtype=args.dtype, profile=profile, concurrency=max(args.batches), output=Path(folder) / "m"
-        )
-        rows = _predicted(args, profile)
-        with plait.open(made, threads=args.threads) as pipe:
-            for number in range(args.rounds + 1):
-                _progress(f"round {number} of {args.rounds}")
-                for row in rows:
-                    taken = _measured(pipe, row, args.new, np.random.default_rng((number, row.size)))
-                    if number:  # the first warms up
-                        row.measured.append(taken)
+    rows = [Row("prefill", size) for size in args.prompts] + [Row("decode", size) for size in args.batches]
+    for cycle in range(args.cycles):
+        _progress(f"cycle {cycle + 1} of {args.cycles}: profile")
+        with tempfile.TemporaryDirectory() as folder:
+            _cycle(args, rows, Path(folder), cycle)
     _progress("")
     _print([row.facts() for row in rows], args)
+
+
+def _cycle(args: argparse.Namespace, rows: list[Row], folder: Path, cycle: int) -> None:
+    """Profile, predict, measure."""
+    profile = args.profile
+    if profile is None:
+        clock = time.process_time if args.processor_time else None
+        _, profile = profile_device("cpu", output=folder / "p", quick=args.quick, threads=args.threads, clock=clock)
+    options = {"dtype": args.dtype, "profile": profile, "concurrency": max(args.batches)}
+    made = plait.compile_artifact(args.model, "cpu", output=folder / "m", **options)
+    for row in rows:
+        row.predicted.append(_predicted(args, row, profile))
+        row.measured.append([])
+    with plait.open(made, threads=args.threads, in_process=args.processor_time) as pipe:
+        for number in range(args.rounds + 1):
+            _progress(f"cycle {cycle + 1} of {args.cycles}: round {number} of {args.rounds}")
+            for row in rows:
+                taken = _measured(pipe, row, args, np.random.default_rng((cycle, number, row.size)))
+                if number:  # the first warms up
+                    row.measured[-1].append(taken)
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,42 +98,45 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cycles", type=int, default=1)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.processor_time:
+        args.threads = 1
     if not Path(args.model).exists():
         sys.exit(f"{args.model} is not there; try: plait pull smollm2 -o {args.model}")
     return args
 
 
-def _predicted(args: argparse.Namespace, profile: Path) -> list[Row]:
-    def of(prompt: int, output: int, batch: int) -> plait.spec.Prediction:
-        asked = plait.Workload("measured", prompt, output, batch)
-        made = plait.plan(args.model, "cpu", dtype=args.dtype, profile=profile, workload=asked)
-        assert made.prediction is not None
-        return made.prediction
-
-    rows = [Row("prefill", size, of(size, 1, 1).ttft_s) for size in args.prompts]
-    return rows + [Row("decode", size, of(_DECODE_PROMPT, args.new, size).tpot_s) for size in args.batches]
+def _predicted(args: argparse.Namespace, row: Row, profile: Path) -> plait.spec.Estimate:
+    prefill = row.name == "prefill"
+    sizes = (row.size, 1, 1) if prefill else (_DECODE_PROMPT, args.new, row.size)
+    asked = plait.Workload("measured", *sizes)
+    made = plait.plan(args.model, "cpu", dtype=args.dtype, profile=profile, workload=asked)
+    assert made.prediction is not None
+    return made.prediction.ttft_s if prefill else made.prediction.tpot_s
 
 
-def _measured(pipe: plait.Pipeline, row: Row, new: int, rng: np.random.Generator) -> float:
+def _measured(pipe: plait.Pipeline, row: Row, args: argparse.Namespace, rng: np.random.Generator) -> float:
     """Prompts differ every time, so that nothing of them is held already; those that the model ends early on are not
     counted."""
+    clock = time.process_time if args.processor_time else time.perf_counter
 
     def run(count: int, tokens: int, new: int) -> float:
         while True:
             prompts = rng.integers(1000, 40000, (count, tokens)).tolist()
-            start = time.perf_counter()
+            start = clock()
             out = pipe.generate_ids(prompts, new)
-            seconds = time.perf_counter() - start
+            seconds = clock() - start
             if all(len(made) == new for made in out):
                 return seconds
 
     if row.name == "prefill":
         return run(1, row.size, 1)
     first = run(row.size, _DECODE_PROMPT, 1)
-    return (run(row.size, _DECODE_PROMPT, 1 + new) - first) / new
+    return (run(row.size, _DECODE_PROMPT, 1 + args.new) - first) / args.new
 
 
 def _progress(text: str) -> None:
@@ -130,7 +146,9 @@ def _progress(text: str) -> None:
 
 def _print(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     if args.json:
-        print(json.dumps({"model": str(args.model), "dtype": args.dtype, "rounds": args.rounds, "rows": rows}, indent=2))
+        print(
+            json.dumps({"model": str(args.model), "dtype": args.dtype, "rounds": args.rounds, "rows": rows}, indent=2)
+        )
         return
     print(f"{args.model}, {args.dtype}, {args.rounds} rounds; load average {os.getloadavg()[0]:.1f}")
     print(f"{'':8} {'size':>5} {'predicted':>11} {'measured':>11} {'ratio':>6}   measured, 80 % of rounds")

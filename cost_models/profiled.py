@@ -72,8 +72,8 @@ def look_up(times: Times, *at: float) -> Measure:
         beyond *= max(1.0, value / axis[-1])
         exact = exact and any(math.isclose(value, known, rel_tol=1e-3) for known in axis)
         weights.append(_between(axis, inside))
-    found = (_blend(times, weights, values) * beyond for values in (times.seconds, times.low, times.high))
-    return Measure(*found, "measured" if exact else "interpolated")
+    middle, low, high = (_blend(times, weights, values) * beyond for values in (times.seconds, times.low, times.high))
+    return Measure(middle, low, high, "measured" if exact else "interpolated")
 
 
 def _between(axis: Sequence[float], value: float) -> tuple[tuple[int, float], ...]:

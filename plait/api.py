@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -568,6 +569,7 @@ def profile_device(
     quick: bool = False,
     threads: int | None = None,
     progress: Progress = _no_progress,
+    clock: Callable[[], float] | None = None,
 ) -> tuple[Profile, Path]:
     """Measure a device of this machine, and write the profile that plans prefer from then on.
 
@@ -576,6 +578,7 @@ def profile_device(
         output: the file; None for the default place in the user's cache, where plans find it.
         quick: half a minute in place of some minutes, with fewer points.
         threads: of the host; None for all cores.
+        clock: what seconds are counted by, where not by time; nothing is in another process then.
 
     Raises:
         UsageError: `profile-device`: the device is not here. `threads`: not 1 or more.
@@ -592,10 +595,11 @@ def profile_device(
     @contextmanager
     def opened(model: Path, folder: Path) -> Iterator[Pipeline]:
         made = compile_artifact(model, target, output=folder, dtype="float32")
-        with open(made, threads=threads) as pipe:
+        with open(made, threads=threads, in_process=clock is not None) as pipe:
             yield pipe
 
     path = default_path(device.name) if output is None else Path(output)
-    made = measure_here(device, opened, quick=quick, threads=threads, progress=progress)
+    counted_by = clock or time.perf_counter
+    made = measure_here(device, opened, quick=quick, threads=threads, progress=progress, clock=counted_by)
     write(made, path)
     return made, path

@@ -96,6 +96,10 @@ class PlanOptions:
         int | None,
         typer.Option("--group-size", metavar="N", help="Neighbours of a row that share a scale: 32, 64, 128; 0 all."),
     ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="Times that plait profile measured; default: this machine's."),
+    ] = None
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `plait.api.request` and of everything that takes the same.

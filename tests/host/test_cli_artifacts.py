@@ -20,6 +20,7 @@ import yaml
 import plait as library
 from plait import api, doctor, spec
 from plait.artifact import read_artifact
+from plait.assemble.tiny import write_tiny_llama
 from plait.cli.compile import default_output
 from plait.cli.inspect import checkpoint_facts
 from plait.errors import UnsupportedError
@@ -202,7 +203,7 @@ def test_wrong_sampling_is_a_usage_error(artifact, words, code):
 
 
 def test_without_a_tokenizer_no_worker_is_started(tmp_path, monkeypatch):
-    doctor.write_tiny_llama(tmp_path / "m")
+    write_tiny_llama(tmp_path / "m")
     assert plait("compile", tmp_path / "m", "--targets", "null:h100", "-o", tmp_path / "a.plait").exit_code == 0
     monkeypatch.setattr(api, "open", lambda *_, **__: pytest.fail("a worker was started"))
     result = plait("run", tmp_path / "a.plait", "x")

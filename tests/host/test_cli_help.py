@@ -17,7 +17,21 @@ from tests.host.command_line import plait, subprocess_plait
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli" / "flags.txt"
 
-COMMANDS = ("compile", "plan", "cost", "explain", "run", "simulate", "devices", "doctor", "inspect", "tune", "export", "pull")
+COMMANDS = (
+    "compile",
+    "plan",
+    "cost",
+    "explain",
+    "run",
+    "profile",
+    "simulate",
+    "devices",
+    "doctor",
+    "inspect",
+    "tune",
+    "export",
+    "pull",
+)
 
 
 def _flags(command: Any) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from plait.assemble.measure.host import copy_rate, hops
-from plait.assemble.measure.profile import FULL, QUICK, Progress, engine_overheads, measure
+from plait.assemble.measure.profile import FULL, QUICK, Clock, Progress, engine_overheads, measure
 from plait.assemble.measure.slices import PAGE_TOKENS, Loader
 from plait.assemble.tiny import write_tiny_llama
 from plait.backends.base import LoadOptions
@@ -38,6 +39,7 @@ def measure_here(
     threads: int | None = None,
     dtypes: Iterable[str] = ("float32", "bfloat16"),
     progress: Progress = lambda phase, done, total: None,
+    clock: Clock = time.perf_counter,
 ) -> Profile:
     """A profile of a device of this machine.
 
@@ -68,7 +70,7 @@ def measure_here(
         copied = copy_rate()
         between = hops()
         progress("engine", 1, 2)
-        engine = _engine(folder, device, opened, cores, 2 * budget.rounds)
+        engine = _engine(folder, device, opened, cores, 2 * budget.rounds, clock)
         load = Loader(backend, target, device.name, folder / "slices", cores)
         return measure(
             device,
@@ -80,11 +82,14 @@ def measure_here(
             copy_bytes_per_s=copied,
             hops=between,
             threads=cores,
+            clock=clock,
             progress=progress,
         )
 
 
-def _engine(folder: Path, device: Device, opened: Opened, threads: int, rounds: int) -> tuple[float, float]:
+def _engine(
+    folder: Path, device: Device, opened: Opened, threads: int, rounds: int, clock: Clock
+) -> tuple[float, float]:
     """See `engine_overheads`: of a model whose ops take next to nothing."""
     write_tiny_llama(folder / "tiny")
     with opened(folder / "tiny", folder / "tiny.plait") as pipe:
@@ -97,6 +102,6 @@ def _engine(folder: Path, device: Device, opened: Opened, threads: int, rounds: 
         )
         here = load_backend(device.backend).load(folder / "tiny.plait" / part.folder, device.name, options)
         try:
-            return engine_overheads(pipe, here, _REQUESTS, rounds)
+            return engine_overheads(pipe, here, _REQUESTS, rounds, clock)
         finally:
             here.close()
