@@ -31,8 +31,9 @@ from points import DATA, device, link_bytes_per_s, model, points, rows
 import plait
 from plait.cost_models.cases import Point, kv_room
 from plait.cost_models.collectives import all_gather_s
-from plait.cost_models.op_time import ATTENTION, EXPERTS, KINDS, MATMUL, OTHER, Shard, Speeds, Work, seconds, unit_rows
+from plait.cost_models.op_time import ATTENTION, EXPERTS, KINDS, MATMUL, OTHER, Shard, Work, seconds, unit_rows
 from plait.cost_models.profile import OpFacts, UnitFacts
+from plait.cost_models.roofline import Rates, speeds_of
 from plait.cost_models.serving import step_s
 from plait.cost_models.simulator import (
     Arrivals,
@@ -272,14 +273,11 @@ def _price(chip: Device, shard: Shard, dtype: str, launches: float) -> Callable[
              OTHER: wide.flops[OTHER]}  # fmt: skip
 
     def price(facts: UnitFacts, step: Step) -> float:
-        table = unit_rows(facts, step, shard)
-        work = Work.of(table)
+        work = Work.of(unit_rows(facts, step, shard))
         per_op = np.where(work.wide & (work.kind == KINDS.index(MATMUL)), wide.flops[MATMUL],
                           np.array([flops[kind] for kind in KINDS])[work.kind])  # fmt: skip
-        traffic = np.array([narrow.bytes[kind] for kind in KINDS])[work.kind]
-        at = Speeds(per_op, traffic, narrow.kv_bytes, narrow.launch_s * launches, narrow.expert_launch_s, narrow.units,
-                    narrow.overlap)  # fmt: skip
-        return float(seconds(work, at).sum())
+        at = speeds_of(work, Rates(0.0, 0.0, narrow))
+        return float(seconds(work, replace(at, flops_per_s=per_op, launch_s=at.launch_s * launches)).sum())
 
     return price
 

@@ -30,10 +30,15 @@ _COST = [field.name for field in fields(Cost)]
 
 
 class UnitPrices:
-    """Seconds of units on one kind of device, asked once for each length: what equal slices share."""
+    """Seconds of units on one kind of device, asked once for each length: what equal slices share.
 
-    def __init__(self, price: Price) -> None:
-        self._price, self._parts = price, dict[UnitFacts, _Parts]()
+    Args:
+        price: of a unit in a step.
+        overhead_s: of a slice in a step, beside its units; by the new tokens and the sequences.
+    """
+
+    def __init__(self, price: Price, overhead_s: Callable[[Step], float] = lambda step: 0.0) -> None:
+        self._price, self.overhead_s, self._parts = price, overhead_s, dict[UnitFacts, _Parts]()
         self._known = dict[tuple[UnitFacts, Hashable], float]()
 
     def by_tokens(self, facts: UnitFacts, tokens: int) -> float:
@@ -41,8 +46,9 @@ class UnitPrices:
         return self._asked(self._parts_of(facts).by_tokens, tokens, lambda: Step((tokens,), (tokens,), 0))
 
     def by_rows(self, facts: UnitFacts, rows: int) -> float:
-        """Of the ops that depend on the rows of logits."""
-        return self._asked(self._parts_of(facts).by_rows, rows, lambda: Step((1,) * rows, (1,) * rows, rows))
+        """Of the ops that depend on the rows of logits; what they cost without any is in it."""
+        step = Step((1,) * rows, (1,) * rows, rows) if rows else Step((1,), (1,), 0)
+        return self._asked(self._parts_of(facts).by_rows, rows, lambda: step)
 
     def by_kv(self, facts: UnitFacts, lengths: Lengths, rows: int) -> float:
         """Of the ops that depend on KV lengths."""
@@ -60,7 +66,7 @@ class UnitPrices:
         return seconds
 
     def _asked(self, part: UnitFacts, count: int, step: Callable[[], Step]) -> float:
-        if not part.ops or not count:
+        if not part.ops:
             return 0.0
         seconds = self._known.get((part, count))
         if seconds is None:
@@ -97,19 +103,22 @@ class OpTimes:
     Args:
         units: of the slice; equal ones are priced once.
         prices: of the slice's device; slices of equal devices share one.
-        overhead_s: of every step, beside its ops.
     """
 
-    def __init__(self, units: Sequence[UnitFacts], prices: UnitPrices, overhead_s: float = 0.0) -> None:
-        self._units, self._prices, self._overhead_s = tuple(Counter(units).items()), prices, overhead_s
-        self._tokens, self._rows, self._kv = dict[int, float](), dict[int, float](), dict[Lengths, float]()
+    def __init__(self, units: Sequence[UnitFacts], prices: UnitPrices) -> None:
+        self._units, self._prices = tuple(Counter(units).items()), prices
+        self._fixed = dict[tuple[int, int], float]()
+        self._rows, self._kv = dict[int, float](), dict[Lengths, float]()
 
     def step_s(self, batch: Batch) -> float:
         tokens, rows, lengths = batch.tokens, batch.logit_rows, batch.lengths
-        fixed = self._tokens.get(tokens)
+        sequences = batch.decodes + len(batch.chunks)
+        fixed = self._fixed.get((tokens, sequences))
         if fixed is None:
-            fixed = self._overhead_s + sum(n * self._prices.by_tokens(unit, tokens) for unit, n in self._units)
-            self._tokens[tokens] = fixed
+            new = (1,) * (sequences - 1) + (tokens - sequences + 1,)
+            fixed = self._prices.overhead_s(Step(new, new, rows))
+            fixed += sum(n * self._prices.by_tokens(unit, tokens) for unit, n in self._units)
+            self._fixed[tokens, sequences] = fixed
         logits = self._rows.get(rows)
         if logits is None:
             logits = self._rows[rows] = sum(n * self._prices.by_rows(unit, rows) for unit, n in self._units)
@@ -161,7 +170,11 @@ class _Additive:
 def prices_of(model: ModelProfile, device: Device) -> UnitPrices:
     """What the cost model says of a device. Raises UserError `device-dtype`."""
     at = rates(device, model.dtype)
-    return UnitPrices(lambda facts, step: unit_s(facts, (step,), at))
+
+    def overhead_s(step: Step) -> float:
+        return device.step_overhead_s if at.measured is None else at.measured.overhead_s(step)
+
+    return UnitPrices(lambda facts, step: unit_s(facts, (step,), at), overhead_s)
 
 
 def slice_times(model: ModelProfile, device: Device, start: int, end: int, prices: UnitPrices | None = None) -> OpTimes:
@@ -175,4 +188,4 @@ def slice_times(model: ModelProfile, device: Device, start: int, end: int, price
     """
     units = list(model.units[start + 1 : end + 1])
     units += [model.embed] * (start == 0) + [model.head] * (end == len(model.blocks))
-    return OpTimes([unit.facts for unit in units], prices or prices_of(model, device), device.step_overhead_s)
+    return OpTimes([unit.facts for unit in units], prices or prices_of(model, device))

@@ -28,6 +28,21 @@ def batch_of(chunks: list[tuple[int, int]], lens: list[int]) -> Batch:
     return Batch(tuple(chunks), len(lens), sum(lens), len(lens) + 1)
 
 
+def test_a_step_without_logits_costs_what_the_model_says_of_it():
+    """A chunk in the middle of a prompt: ops that make rows are asked all the same."""
+    model = llama(**SHAPE)
+    asked = []
+
+    def price(facts, step):
+        asked.extend((op.name, step.logit_rows) for op in facts.ops)
+        return 1.0
+
+    times = OpTimes([model.head.facts], UnitPrices(price, lambda step: 10.0 * len(step.query_lens)))
+    assert times.step_s(Batch(((8, 8),), 0, 0, 0)) == 12.0  # the norm, the logits, one sequence
+    assert ("plait.logits", 0) in asked
+    assert times.step_s(Batch(((8, 8),), 2, 8, 3)) == 32.0
+
+
 def exact_s(model, dev, start: int, end: int, chunks: list[tuple[int, int]], lens: list[int]) -> float:
     """The cost model on every request's own length."""
     step = Step((*(new for new, _ in chunks), *(1 for _ in lens)), (*(kv for _, kv in chunks), *lens), len(lens) + 1)
