@@ -83,10 +83,13 @@ class Target:
     """A weight of the module, as an adapter may change it.
 
     Attributes:
+        shape: where matrices of a stack are rows of one matrix, as latent attention has them, of all in one below the
+            other; `rows` then counts those of all.
         called: its tensor's name in the checkpoint, which several weights share where it is fused (q, k and v).
         rows, transposed: how the weight lies in that tensor; see `WeightRef`.
         linear: it is the matrix of a linear of a block.
         fixed: why it cannot be changed; empty where it can.
+        matrices: of a stack as above.
     """
 
     shape: tuple[int, ...]
@@ -95,6 +98,15 @@ class Target:
     transposed: bool = False
     linear: bool = False
     fixed: str = ""
+    matrices: int | None = None
+
+    def ref(self, stored: WeightRef) -> WeightRef:
+        """The weight in a tensor that replaces the checkpoint's."""
+        shape, rows = self.shape, self.rows
+        if self.matrices is not None and rows is not None:
+            shape = (self.matrices, shape[0] // self.matrices, shape[1])
+            rows = replace(rows, groups=rows.groups // self.matrices)
+        return replace(stored, shape=shape, rows=rows, transposed=self.transposed)
 
 
 def read_adapters(folders: Sequence[Path], checkpoint: Checkpoint, module: ModuleOp) -> tuple[Adapter, ...]:
@@ -154,10 +166,10 @@ def _targets(checkpoint: Checkpoint, module: ModuleOp, *, tied: bool) -> dict[st
     assert isinstance(config, DecoderConfig)
     stored = checkpoint.weights or {}
     names = {
-        (ref.file, ref.offset): name
+        (ref.file, ref.offset): ref
         for file in checkpoint.files
         if file.endswith(".safetensors")
-        for name, ref in safetensors.read_file(Path(file)).weights.items()
+        for ref in safetensors.read_file(Path(file)).weights.values()
     }
     linears = matrices(module, *block_range(module))
     found = {}
@@ -166,8 +178,12 @@ def _targets(checkpoint: Checkpoint, module: ModuleOp, *, tied: bool) -> dict[st
         gguf = ref is not None and ref.file.endswith(".gguf")
         fixed = _TIED if tied and name == config.embedding else _GGUF_VECTOR if gguf and len(shape) == 1 else ""
         target = Target(shape, name, linear=name in linears, fixed=fixed)
-        if ref is not None and (called := names.get((ref.file, ref.offset))) is not None:
-            target = replace(target, called=called, rows=ref.rows, transposed=ref.transposed)
+        if ref is not None and (tensor := names.get((ref.file, ref.offset))) is not None:
+            target = replace(target, called=tensor.name, rows=ref.rows, transposed=ref.transposed)
+            if ref.rows is not None and len(tensor.shape) < len(shape):
+                count, rows, columns = shape
+                whole = replace(ref.rows, groups=ref.rows.groups * count)
+                target = replace(target, shape=(count * rows, columns), rows=whole, matrices=count)
         found[name] = target
     if tied:
         found[config.head] = replace(found[config.embedding], called=config.head)
@@ -226,7 +242,7 @@ def _save(adapter: Adapter, config: LoraConfig, targets: Mapping[str, Target], n
         if target.rows is not None and stored[:1] == (target.rows.groups * target.rows.stride,):
             stored = (target.rows.count, *stored[1:])
         _check_shape(config, name, stored, own, target)
-        adapter.saved[own] = replace(ref, shape=target.shape, rows=target.rows, transposed=target.transposed)
+        adapter.saved[own] = target.ref(ref)
 
 
 def _add(
@@ -267,7 +283,8 @@ def _check_whole(config: LoraConfig, targets: Mapping[str, Target], adapter: Ada
         if len(target.shape) == 2 and own not in adapter.deltas
         if config.wants(module := target.called.removesuffix(".weight"), linear=target.linear)
     }
-    absent |= set(config.unmet(targets[own].called.rpartition(".")[0] for own in adapter.changed))
+    called = {own: target.called.rpartition(".")[0] for own, target in targets.items()}
+    absent |= set(config.unmet(called.values(), (called[own] for own in adapter.changed)))
     if absent or not adapter.changed:
         raise CheckpointError(
             "lora-incomplete",

@@ -100,12 +100,13 @@ class LoraConfig:
         that in the middle of a word (`norm` is `input_layernorm` too)."""
         return any(_ends(name, module) for name in self.saved)
 
-    def unmet(self, changed: Iterable[str]) -> list[str]:
-        """What the config lists by name, and none of the changed modules is."""
-        modules = list(changed)
+    def unmet(self, modules: Iterable[str], changed: Iterable[str]) -> list[str]:
+        """What the config lists by name, and none of the model's modules is, or none of the changed ones that are
+        replaced. A listed one may be left out on purpose; see `wants`."""
+        known, replaced = list(modules), list(changed)
         targets = self.targets if isinstance(self.targets, tuple) else ()
-        absent = [name for name in targets if not any(_names((name,), module) for module in modules)]
-        return absent + [name for name in self.saved if not any(_ends(name, module) for module in modules)]
+        absent = [name for name in targets if not any(_names((name,), module) for module in known)]
+        return absent + [name for name in self.saved if not any(_ends(name, module) for module in replaced)]
 
 
 def read_lora_config(data: dict[str, Any], source: str) -> LoraConfig:

@@ -174,14 +174,15 @@ def _header(refs: Mapping[str, WeightRef], size: int) -> bytes:
 def _merged(name: str, change: Change) -> Array:
     """The weight in float32, with every delta added in float32."""
     values = read_weight(change.base, "float32")
+    matrix = values.reshape(-1, values.shape[-1])  # of a stack they stand one below the other
     for delta in change.deltas:
         a, b = read_weight(delta.a, "float32"), read_weight(delta.b, "float32")
         if delta.rows is not None:
             b = b[taken_rows(delta.rows)]
         left, right = (a.T, b.T) if delta.embedding else (b, a)
         with np.errstate(over="ignore", invalid="ignore"):
-            for rows in _row_parts(values):
-                values[rows] += np.float32(delta.scale) * (left[rows] @ right)
+            for rows in _row_parts(matrix):
+                matrix[rows] += np.float32(delta.scale) * (left[rows] @ right)
     if change.deltas and not np.isfinite(values).all():
         raise _overflow(name, "float32")
     return values

@@ -128,6 +128,8 @@ FUSED: dict[str, dict[str, Any]] = {
     "gpt2": {"target_modules": ["c_attn", "mlp.c_proj"], "modules_to_save": ["c_fc", "ln_1"], "fan_in_fan_out": True},
     "gpt_neox": {"target_modules": ["query_key_value", "dense"]},
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj"], "modules_to_save": ["down_proj"]},
+    "deepseek_v2": {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
+    "deepseek_v3": {"target_modules": ["q_b_proj"], "modules_to_save": ["kv_b_proj"]},
 }
 
 
@@ -220,6 +222,19 @@ def test_what_is_wrong_with_an_adapter_is_named(case: str, source: Path, tmp_pat
     with pytest.raises(UserError) as caught:
         plait.plan(source, "cpu", lora=adapter)
     assert caught.value.code == code and text in str(caught.value)
+
+
+def test_a_module_may_be_left_out_on_purpose(source: Path, tmp_path: Path) -> None:
+    """PEFT writes out what `all-linear` means, with the modules that `exclude_modules` takes from it."""
+    adapter = save_adapter(tmp_path / "a", source, target_modules=["q_proj", "v_proj"])
+    edit_adapter(adapter, target_modules=["q_proj", "v_proj", "o_proj"])
+    with pytest.raises(CheckpointError, match="no tensors for"):
+        plait.plan(source, "cpu", lora=adapter)
+    plait.plan(source, "cpu", lora=edit_adapter(adapter, exclude_modules=["o_proj"]))
+    with pytest.raises(CheckpointError, match="no tensors for 'o_project'"):
+        plait.plan(
+            source, "cpu", lora=edit_adapter(adapter, exclude_modules=["o_project"], target_modules=["o_project"])
+        )
 
 
 def test_an_adapter_that_is_none_is_named(source: Path, tmp_path: Path) -> None:
