@@ -24,13 +24,16 @@ ALWAYS = {"model_type", "architectures"}
 SHAPE = {"hidden_size": 128, "num_attention_heads": 8}
 """Other heads than 4, which several classes take for the number of KV heads."""
 
+VOCABULARY = {"vocab_size": 300_000}
+"""Beyond the ends of a text that classes take where none are given."""
+
 NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
 def written(name: str) -> dict[str, Any]:
     """config.json as transformers writes it."""
     kind = FAMILIES[name].classes[1]
-    config: dict[str, Any] = config_of(name, {} if name == "gpt2" else SHAPE).to_dict()
+    config: dict[str, Any] = config_of(name, VOCABULARY | ({} if name == "gpt2" else SHAPE)).to_dict()
     return config | {"architectures": [kind if kind.endswith("Model") else f"{kind}ForCausalLM"]}
 
 
