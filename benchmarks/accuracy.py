@@ -100,7 +100,7 @@ def ask_peers(python: str) -> None:
 def _question(row: Row, sheet: Sheet, case: int) -> dict[str, object]:
     found = sheet.cases[case]
     device = found.point.device
-    static = row.scenario == "static"
+    static = row.scenario in ("static", "repeated")
     return {
         "id": str(case),
         "model": row.model,
@@ -113,7 +113,7 @@ def _question(row: Row, sheet: Sheet, case: int) -> dict[str, object]:
         "output_tokens": row.output_tokens,
         "batch": max(1, round(found.running / row.pp)),
         "prompts": int(found.running) if static else 1,
-        "scenario": row.scenario,
+        "scenario": "static" if static else row.scenario,
         "experts": any(op.name == "plait.experts" for op in found.point.profile.blocks[-1].facts.ops),
         "tflops_16": device.peak_flops_per_s["bfloat16"] / 1e12,
         "memory_gb": device.memory_bytes / 1e9,

@@ -20,6 +20,9 @@ STEP_TOKENS = 8192
 #: Of the memory that weights leave, what engines give to KV; and what they keep for activations and workspaces.
 KV_SHARE, KEPT_BYTES = 0.9, 2e9
 
+#: Tokens of a prompt that are run again where its prefix is kept: the last page.
+CACHED_PAGE = 16
+
 #: The most requests an engine runs at once where nobody says. Of 1024, 1536 and 2048 it explains those rows of the fit
 #: best that have the shortest requests of dense models. Where heads are too few for all devices, each group of devices
 #: that share them runs requests of its own (attention data parallelism).
@@ -44,7 +47,8 @@ class Point:
         device_label: whose quantities apply; the same chip under other terms has another label.
         shard, stages: tensor and pipeline parallelism.
         concurrency: requests in flight, or the batch; None where load is unlimited.
-        scenario: `serving` (continuous), `static` (one batch), `offline` (all at once, as many as fit).
+        scenario: `serving` (continuous), `static` (one batch), `repeated` (one batch that was run before by an engine that
+            keeps prefixes), `offline` (all at once, as many as fit).
         metric: ttft, tpot, prompt, token, latency (seconds), throughput (output tokens per second).
         group: what a held-out split keeps together.
     """
@@ -154,7 +158,7 @@ class Case:
 
 def case_of(point: Point, cache: dict[Any, Any]) -> Case:
     """Cut a point into steps; equal ones are shared through `cache`."""
-    static = point.scenario == "static"
+    static = point.scenario in ("static", "repeated")
     wanted = point.concurrency or MOST_RUNNING * ceil(point.shard.devices / _heads(point.profile))
     running = wanted if static else min(wanted, kv_room(point))
     batch = max(1, round(running / point.stages))
@@ -171,7 +175,8 @@ def case_of(point: Point, cache: dict[Any, Any]) -> Case:
 
     decode = made("decode", Step.decode(batch, half))
     if static:
-        prompt = (made("prompt", Step((isl,) * running, (isl,) * running, running)),)
+        new = isl if point.scenario == "static" else min(isl, CACHED_PAGE)
+        prompt = (made("prompt", Step((new,) * running, (isl,) * running, running)),)
         share = float(running)
     elif point.scenario == "offline":
         together = max(1, min(running, STEP_TOKENS // isl))

@@ -130,7 +130,7 @@ def _short(value: float) -> float:
 
 
 #: Noise of one log residual, and the size from which points of one group count as fewer than they are.
-NOISE, GROUP = 0.08, 40
+NOISE, GROUP = 0.1, 40
 
 #: Step of the differences that make the Jacobian, in standard deviations of the prior.
 _MOVE = 1e-4

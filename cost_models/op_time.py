@@ -1,12 +1,13 @@
 """Time of an op on a device: arithmetic and traffic that overlap in part, and what a launch costs.
 
-    arithmetic = flops * waves(tiles) / achieved flops per second of its kind and dtype
+    arithmetic = (flops + idle rows * flops of a row) * waves(tiles) / achieved flops per second of its kind and dtype
     traffic    = weight and activation bytes / achieved bandwidth + KV bytes / achieved bandwidth of attention
     seconds    = (arithmetic^p + traffic^p)^(1/p) + launches * launch_s
 
 The p-norm lies between the roofline's maximum (p = infinity) and no overlap at all (p = 1). `waves` is the last wave of
 tiles that leaves compute units idle (NVIDIA, "Matrix multiplication background", wave quantisation): one where the
-tiles do not fill the device once, since kernels then split the inner dimension.
+tiles do not fill the device once, since kernels then split the inner dimension. A product of few rows leaves part of
+each matrix unit idle: it costs as if it had some rows more.
 
 Everything is written for arrays, so that the fit and the planner run the same code.
 """
@@ -62,6 +63,7 @@ class Work:
     Attributes:
         kind: index in KINDS.
         wide: it multiplies in the model's dtype although the weights of blocks are stored in a narrower one.
+        row_flops: of one row more of a product (of each expert that is met).
         tiles: of its output; 0 where tiling says nothing.
     """
 
@@ -71,6 +73,7 @@ class Work:
     weight_bytes: Floats
     activation_bytes: Floats
     kv_bytes: Floats
+    row_flops: Floats
     tiles: Floats
     count: Floats
 
@@ -108,11 +111,12 @@ def op_row(op: OpFacts, step: Step, shard: Shard, kv_heads: int, count: float = 
     ratio = {MATMUL: shard.weight_ratio, EXPERTS: shard.expert_ratio}.get(kind, 1.0)
     if op.name == "plait.logits":
         ratio = 1.0
-    tiles = 0.0
+    tiles = row_flops = 0.0
     if matrix is not None:
         rows = float(step.logit_rows if op.name == "plait.logits" else step.tokens) * matrix.chosen
         met = matrix.experts * (1 - (1 - matrix.chosen / matrix.experts) ** step.tokens) if matrix.experts > 1 else 1.0
         if rows:
+            row_flops = cost.flops / rows * met / split
             tiles = met * math.ceil(rows / met / TILE) * math.ceil(matrix.columns / split / TILE)
     return (
         KINDS.index(kind),
@@ -121,6 +125,7 @@ def op_row(op: OpFacts, step: Step, shard: Shard, kv_heads: int, count: float = 
         cost.weight_bytes * ratio / split,
         cost.activation_bytes / split,
         cost.kv_bytes * shard.kv_ratio / min(split, max(kv_heads, 1)),
+        row_flops,
         tiles,
         count,
     )
@@ -137,6 +142,7 @@ class Speeds:
 
     Attributes:
         flops_per_s: of each op, by its kind and dtype.
+        idle_rows: that a product costs more than it has.
         bytes_per_s, kv_bytes_per_s: of weights and activations, and of KV in an attention.
         launch_s: of one kernel; expert_launch_s: of all kernels that sort tokens by expert and sum what they give.
         units: compute units that take a tile each; 0 where they are not known.
@@ -144,6 +150,7 @@ class Speeds:
     """
 
     flops_per_s: Any
+    idle_rows: Any
     bytes_per_s: Any
     kv_bytes_per_s: Any
     launch_s: Any
@@ -162,7 +169,8 @@ def wave_factor(tiles: Any, units: Any) -> Floats:
 
 
 def arithmetic_s(work: Work, at: Speeds) -> Floats:
-    return np.asarray(work.flops * wave_factor(work.tiles, at.units) / at.flops_per_s)
+    flops = work.flops + at.idle_rows * work.row_flops
+    return np.asarray(flops * wave_factor(work.tiles, at.units) / at.flops_per_s)
 
 
 def traffic_s(work: Work, at: Speeds) -> Floats:

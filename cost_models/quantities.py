@@ -30,6 +30,7 @@ DEVICE: dict[str, Quantity] = {
     "matmul_fp4": Quantity(0.5, what="the same in FP4"),
     "experts": Quantity(0.4, what="share of the achieved peak of their dtype: experts"),
     "attention": Quantity(0.5, what="share of the achieved 16-bit peak: attention"),
+    "idle_rows": Quantity(32.0, (0.7, 0.4, 0.2), "rows", "what a product costs more than its rows"),
     "launch_s": Quantity(3e-6, (0.7, 0.3, 0.2), "s", "one kernel"),
     "expert_launch_s": Quantity(2e-5, (0.7, 0.3, 0.2), "s", "what sorts tokens by expert and sums what experts give"),
     "reduce_latency_s": Quantity(8e-6, (0.7, 0.3, 0.2), "s", "one round of an all-reduce"),
@@ -41,7 +42,7 @@ ENGINE: dict[str, Quantity] = {
     "launches": Quantity(1.0, (0.3, 0.3, 0.0), what="times the launches of a device: what is fused, graphs"),
     "prefill": Quantity(1.2, (0.1, 0.15, 0.0), what="times the device's time for prompts, at least once"),
     "host_s": Quantity(2e-3, (1.0, 0.7, 0.0), "s", "host work of a step"),
-    "host_request_s": Quantity(1e-5, (1.0, 0.7, 0.0), "s", "host work of a step for each request"),
+    "host_request_s": Quantity(1e-5, (1.0, 1.0, 0.0), "s", "host work of a step for each request"),
     "first_s": Quantity(0.03, (0.7, 0.7, 0.0), "s", "before a prompt is run and after its token is made"),
     "stretch": Quantity(
         1.2, (0.4, 0.4, 0.0), what="times its own time until a prompt is done, beside others, at least once"

@@ -103,9 +103,12 @@ def speeds_of(work: Work, at: Rates) -> Speeds:
     """The rates of each op by its kind."""
     known = at.speeds
     if known is None:
-        return Speeds(at.flops_per_s, at.bytes_per_s, at.bytes_per_s, 0.0, 0.0, 0, 64.0)
+        return Speeds(at.flops_per_s, 0.0, at.bytes_per_s, at.bytes_per_s, 0.0, 0.0, 0, 64.0)
     flops, traffic = (np.array([table[kind] for kind in KINDS])[work.kind] for table in (known.flops, known.bytes))
-    return Speeds(flops, traffic, known.kv_bytes, known.launch_s, known.expert_launch_s, known.units, known.overlap)
+    return Speeds(
+        *(flops, known.idle_rows, traffic, known.kv_bytes),
+        *(known.launch_s, known.expert_launch_s, known.units, known.overlap),
+    )
 
 
 def memory_bound(facts: UnitFacts, steps: Sequence[Step], at: Rates) -> bool:
@@ -199,8 +202,8 @@ def estimate(value: float, low: float, device: Device | None = None, phase: Phas
         device: whose fit gives the range; None for one without.
     """
     if device is not None and (known := profile_of(device)) is not None:
-        factor = repeats_spread(known)
-        return Estimate(value, value * exp(-factor), value * exp(factor), "interpolated")
+        repeats = repeats_spread(known)
+        return Estimate(value, value * exp(-repeats), value * exp(repeats), "interpolated")
     factor = None if device is None else spread(device, phase)
     if factor is None:
         return Estimate(value, min(low, value), value * PESSIMISTIC, "roofline")

@@ -150,14 +150,21 @@ class Sheet:
         stream = self.bandwidth[owner] * np.minimum(MOST_BANDWIDTH, self.bandwidth_achieved[owner] * weights)
         kv = self.bandwidth[owner] * np.minimum(MOST_BANDWIDTH, (self.bandwidth_achieved * q["kv_bandwidth"])[owner])
         launch = (q["launch_s"] * q["launches"])[owner]
-        at = Speeds(self.peak * efficiency, stream, kv, launch, q["expert_launch_s"][owner], self.units[owner], overlap)
+        at = Speeds(
+            self.peak * efficiency,
+            q["idle_rows"][owner],
+            *(stream, kv),
+            *(launch, q["expert_launch_s"][owner]),
+            *(self.units[owner], overlap),
+        )
         link = (self.link_rate * np.minimum(1.0, q["link"]))[self.owner]
         reduce = self.reduces * all_reduce_s(
             self.reduced, self.devices[self.owner], link, q["reduce_latency_s"][self.owner]
         )
         slower = np.where(self.is_decode, 1.0, np.maximum(1.0, q["prefill"][self.owner]))
-        host = q["host_s"][self.owner] + q["host_request_s"][self.owner] * self.requests
-        decode, prompt, chunks = self._phases(serving.step_s(self._ops(at) * slower + reduce, host))
+        # What a step needs of the host overlaps with the device; what is done with each token that comes back does not.
+        each = serving.step_s(self._ops(at) * slower + reduce, q["host_s"][self.owner])
+        decode, prompt, chunks = self._phases(each + q["host_request_s"][self.owner] * self.requests)
         # A pipeline goes at the pace of its last stage, which has the head too, and of what hands a batch on.
         in_ends = self.is_end & self.is_decode[self.step]
         ends = _sums(owner, seconds(self.work, at) * self.work.count * in_ends, len(self.cases))
@@ -170,7 +177,7 @@ class Sheet:
         """What nominal peaks, bandwidths and links promise, through the same closed forms, without any overhead."""
         owner = self.owner[self.step]
         stream = self.bandwidth[owner]
-        each = self._ops(Speeds(self.peak, stream, stream, 0.0, 0.0, 0, 64.0))
+        each = self._ops(Speeds(self.peak, 0.0, stream, stream, 0.0, 0.0, 0, 64.0))
         each = each + self.reduces * all_reduce_s(
             self.reduced, self.devices[self.owner], self.link_rate[self.owner], 0.0
         )

@@ -91,6 +91,7 @@ class DeviceSpeeds:
     flops: dict[str, float]
     bytes: dict[str, float]
     kv_bytes: float
+    idle_rows: float
     launch_s: float
     expert_launch_s: float
     units: int
@@ -119,6 +120,7 @@ def device_speeds(device: Device, dtype: str, *, nominal: bool = False) -> Devic
             flops=dict.fromkeys(KINDS, peak * achieved),
             bytes=dict.fromkeys(KINDS, bandwidth * stream),
             kv_bytes=bandwidth * stream,
+            idle_rows=0.0,
             launch_s=0.0,
             expert_launch_s=0.0,
             units=0,
@@ -137,6 +139,7 @@ def device_speeds(device: Device, dtype: str, *, nominal: bool = False) -> Devic
         flops={kind: peak * share for kind, share in efficiency.items()},
         bytes={kind: bandwidth * share for kind, share in streams.items()},
         kv_bytes=bandwidth * min(MOST_BANDWIDTH, stream * known["kv_bandwidth"].value),
+        idle_rows=known["idle_rows"].value,
         launch_s=known["launch_s"].value,
         expert_launch_s=known["expert_launch_s"].value,
         units=fitted().compute_units.get(device.arch, 0),

@@ -111,8 +111,8 @@ def test_a_product_jumps_at_a_wave() -> None:
     """132 compute units: 132 tiles of 128 x 128 take one wave, one column of tiles more takes two."""
 
     def product(tiles: int) -> float:
-        work = Work.of([(KINDS.index(MATMUL), 1, 1e9 * tiles, 0.0, 0.0, 0.0, tiles, 1)])
-        return float(seconds(work, Speeds(1e12, 1e12, 1e12, 0.0, 0.0, 132, 64.0))[0])
+        work = Work.of([(KINDS.index(MATMUL), 1, 1e9 * tiles, 0.0, 0.0, 0.0, 0.0, tiles, 1)])
+        return float(seconds(work, Speeds(1e12, 0.0, 1e12, 1e12, 0.0, 0.0, 132, 64.0))[0])
 
     assert product(133) == pytest.approx(2 * product(132))
     assert product(264) == pytest.approx(product(133))
