@@ -96,10 +96,12 @@ def _vectors(name: str, ref: WeightRef, view: View) -> WeightRef:
     return WeightRef(name, ref.file, 0, 0, ref.encoding, (count, *parts[0].shape), stack=parts)
 
 
-def _crossed(ref: WeightRef, rows: Rows) -> bool:
-    """Whether a scale is for rows of several runs: then no run has scales of its own."""
+def _stands_apart(ref: WeightRef, rows: Rows) -> bool:
+    """Whether each run of rows is a matrix by itself in the file: not where rows are stored side by side, where a scale
+    is for rows of several runs, or where all rows share one order of groups."""
     down = ref.block[0] if ref.block is not None else 1
-    return down == 0 or rows.stride % down != 0
+    aside = ref.transposed or ref.packing in ("gptq", "awq") or ref.group_of is not None
+    return not aside and down != 0 and rows.stride % down == 0
 
 
 def _heads(name: str, ref: WeightRef, rows: Rows, matrices: int) -> WeightRef:
@@ -119,7 +121,7 @@ def _heads(name: str, ref: WeightRef, rows: Rows, matrices: int) -> WeightRef:
 def _one(name: str, ref: WeightRef, view: View) -> WeightRef:
     if view.vectors:
         return _vectors(name, ref, view)
-    if view.matrices is not None and view.rows is not None and ref.block is not None and _crossed(ref, view.rows):
+    if view.matrices is not None and view.rows is not None and not _stands_apart(ref, view.rows):
         return _heads(name, ref, view.rows, view.matrices)
     shape, transposed = ref.shape, view.transposed and ref.scale is None
     if view.flat:

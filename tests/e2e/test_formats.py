@@ -11,6 +11,10 @@ import pytest
 import plait
 from plait.backends.cuda import BACKEND as CUDA
 from plait.backends.kernels.gpu.interpreted import Interpreted
+from plait.backends.weights import read_weight
+from plait.frontend.checkpoint import open_checkpoint
+from plait.frontend.lower import lower
+from plait.ir import weights
 from tests.checkpoints import random_ids, reference_logits, save
 from tests.quantised_checkpoints import FORMATS, save_quantised
 
@@ -86,3 +90,19 @@ def test_kernels_compute_in_the_formats_they_know(
     assert {weight["dtype"] for weight in weights if weight["part"] == "codes"} == HELD[form]
     with plait.open(out, in_process=True) as pipe:
         assert np.abs(pipe.logits(ids) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_heads_that_are_rows_of_one_matrix(form: str, tmp_path: Path) -> None:
+    """Latent attention cuts `kv_b_proj` into a stack of the heads' matrices. Formats that store a matrix as (in, out)
+    have no head by itself."""
+    sizes = {"kv_lora_rank": 64, "q_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
+    source = save(tmp_path / "m", "deepseek_v3", num_hidden_layers=1, **sizes)
+    folder = save_quantised(tmp_path / "q", tmp_path / "wide", source, form)
+    quantised, wide = open_checkpoint(folder), open_checkpoint(tmp_path / "wide")
+    held = weights(lower(wide, "float32"))
+    assert held.keys() == weights(lower(quantised, "float32")).keys()
+    assert quantised.weights is not None and wide.weights is not None
+    for name in held:
+        got, expected = (read_weight(one[name], "float32") for one in (quantised.weights, wide.weights))
+        np.testing.assert_allclose(got, expected, atol=1e-6, err_msg=name)
