@@ -47,8 +47,8 @@ class Point:
         device_label: whose quantities apply; the same chip under other terms has another label.
         shard, stages: tensor and pipeline parallelism.
         concurrency: requests in flight, or the batch; None where load is unlimited.
-        scenario: `serving` (continuous), `static` (one batch), `repeated` (one batch that was run before by an engine that
-            keeps prefixes), `offline` (all at once, as many as fit).
+        scenario: `serving` (continuous), `static` (one batch), `repeated` (one batch that an engine that keeps prefixes
+            ran before), `offline` (all at once, as many as fit).
         metric: ttft, tpot, prompt, token, latency (seconds), throughput (output tokens per second).
         group: what a held-out split keeps together.
     """
