@@ -29,7 +29,10 @@ from plait.spec import Device, Source
 LINEAR, LOGITS, DECODE, PREFILL = "linear", "logits", "decode", "prefill"
 
 #: Features of q that prefill attention is measured with.
-PREFILL_WIDTH = 1024
+PREFILL_WIDTH = 512
+
+#: Of the pages that profiles are measured with, and that plans have.
+PAGE_TOKENS = 16
 
 #: |log error| of times of whole steps on a quiet machine, most of them (`benchmarks/profile.py`).
 INTERPOLATING = 0.15
@@ -165,7 +168,8 @@ class MeasuredTimes:
         lens = list(zip(step.query_lens, step.kv_lens, strict=True))
         single = [kv for query, kv in lens if query == 1]
         if single:
-            share = cost.kv_bytes * sum(single) / sum(step.kv_lens)
+            read = sum(map(gathered, single)) if self.profile.backend == "cpu" else sum(single)
+            share = cost.kv_bytes * read / sum(step.kv_lens)
             total += look_up(self._table(DECODE), len(single), max(share / len(single), 1.0))
         pairs = sum(visible_pairs(query, kv, None) for query, kv in lens)
         for query, kv in lens:
@@ -187,6 +191,14 @@ def together(ops: Sequence[OpFacts]) -> list[OpFacts]:
         else:
             out[key] = replace(known, matrix=replace(known.matrix, columns=known.matrix.columns + op.matrix.columns))
     return list(out.values())
+
+
+def gathered(tokens: int) -> int:
+    """Tokens that torch on the host reads for a sequence of some: whole pages, whose number it rounds up to 1, 2, 3, 4,
+    6, 8, 12, 16 ..., so that sequences of about one length go together (`kernels.step`)."""
+    pages = -(-tokens // PAGE_TOKENS)
+    power = 1 << (pages - 1).bit_length()
+    return PAGE_TOKENS * (power * 3 // 4 if pages <= power * 3 // 4 and power >= 4 else power)
 
 
 def measured_times(device: Device, dtype: str) -> MeasuredTimes | None:

@@ -19,9 +19,10 @@ from plait.assemble.measure.host import hops
 from plait.assemble.measure.profile import QUICK, Budget, engine_overheads, measure
 from plait.assemble.measure.slices import Loader, attentions, batch, linears
 from plait.backends.base import Batch
+from plait.backends.kernels.step import _bucket
 from plait.cost_models.catalogue import cluster_for, resolve
 from plait.cost_models.profile import OpFacts, profile
-from plait.cost_models.profiled import look_up, measured_times, peak_flops_per_s, together
+from plait.cost_models.profiled import gathered, look_up, measured_times, peak_flops_per_s, together
 from plait.cost_models.profiles import (
     Chosen,
     Hop,
@@ -58,7 +59,7 @@ SMALL = Budget(
     before=(0, 64),
     tokens=(1, 16, 64),
     scores=(1, 4),
-    vocabulary=1024,
+    vocabularies=(1024, 4096),
 )
 
 
@@ -185,6 +186,12 @@ def test_products_of_one_input_count_once() -> None:
     assert [op.name for op in block].count("plait.linear") == 7
     alone = [OpFacts("plait.linear", op.cost, op.matrix) for op in block if op.matrix is not None]
     assert together(alone) == alone  # nothing is known of their inputs
+
+
+def test_pages_are_gathered_as_the_kernel_rounds_them() -> None:
+    assert [gathered(tokens) for tokens in range(1, 2000)] == [
+        16 * _bucket(-(-tokens // 16)) for tokens in range(1, 2000)
+    ]
 
 
 def test_noise_widens_the_range_and_moves_the_median_little() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import product
@@ -12,9 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from plait.assemble.measure.slices import MOVING, WIDTH, attentions, batch, chain, linears, op_of, tied_logits
+from plait.assemble.measure.slices import (
+    BETWEEN,
+    MOVING,
+    WIDTH,
+    attentions,
+    batch,
+    chain,
+    linears,
+    op_of,
+    rows_of_table,
+    tied_logits,
+)
 from plait.backends.base import Batch, Executable
-from plait.cost_models.profiled import DECODE, LINEAR, LOGITS, PREFILL
+from plait.cost_models.profiled import DECODE, LINEAR, LOGITS, PREFILL, look_up
 from plait.cost_models.profiles import Hop, Machine, Overheads, Profile, Times
 from plait.ir.facts import Step
 from plait.spec import Device
@@ -27,8 +38,11 @@ Load = Callable[[Any, Sequence[Batch]], Executable]
 #: Seconds that no op is faster than: differences of two steps may come out negative on a busy machine.
 _LEAST_S = 1e-7
 
-#: What a table of matrices that are read once has to hold, so that none comes from a cache.
-_COLD_BYTES = 64 << 20
+#: The width of scores' inputs.
+LOGITS_WIDTH = 1024
+
+#: What matrices have to hold together, so that none comes from a cache, and up to how many rows that matters.
+_COLD_BYTES, _FEW_ROWS = 256 << 20, 32
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -40,7 +54,7 @@ class Budget:
     Attributes:
         seconds: for repeats, over all dtypes; at least `rounds` of everything are made.
         rows, widths: of products. sequences, lengths: of decode attention; queries, before: of prefill attention.
-        tokens: of what moves activations.
+        tokens: of what moves activations. scores, vocabularies: rows of logits, and of their matrix.
     """
 
     seconds: float
@@ -53,7 +67,7 @@ class Budget:
     before: tuple[int, ...]
     tokens: tuple[int, ...]
     scores: tuple[int, ...] = (1, 4, 16, 64)
-    vocabulary: int = 16384
+    vocabularies: tuple[int, ...] = (8192, 49152)
 
 
 QUICK = Budget(
@@ -82,7 +96,8 @@ FULL = Budget(
 
 @dataclass
 class Case:
-    """One point of a table: a slice with `once` of the ops and one with `more` of them on top, stepping one batch."""
+    """One point of a table: a slice with `once` of the ops and one with `more` of them on top, stepping one batch. Both
+    have `between` products besides."""
 
     table: str
     at: tuple[float, ...]
@@ -91,13 +106,20 @@ class Case:
     once: int
     more: int
     batch: Batch
+    between: int = 0
     ops: list[float] = field(default_factory=list)
     rest: list[float] = field(default_factory=list)
 
-    def sample(self, clock: Clock, *, swap: bool) -> None:
-        """One repeat of both, one right after the other: what slows the machine down slows both."""
-        pair = (self.many, self.few) if swap else (self.few, self.many)
-        taken = [_step_s(item, self.batch, clock) for item in pair]
+    def sample(self, clock: Clock, before: Callable[[], object], *, swap: bool = False) -> None:
+        """One repeat of both, one soon after the other: what slows the machine down slows both.
+
+        Args:
+            before: is called before each, and leaves the caches as something else does.
+        """
+        taken = []
+        for item in (self.many, self.few) if swap else (self.few, self.many):
+            before()
+            taken.append(_step_s(item, self.batch, clock))
         few, many = reversed(taken) if swap else taken
         op = (many - few) / self.more
         self.ops.append(op)
@@ -121,29 +143,35 @@ def cases(dtype: str, budget: Budget, load: Load) -> Iterator[list[Case]]:
 
 
 def _products(dtype: str, budget: Budget, load: Load) -> Iterator[list[Case]]:
-    steps = [batch([rows], [rows]) for rows in budget.rows]
+    steps = {rows: batch([rows], [rows]) for rows in budget.rows}
     for width in budget.widths:
-        more = min(max(_COLD_BYTES // (width * width * _BYTES[dtype]), 2), 64)
-        few, many = (load(linears(dtype, width, count), steps) for count in (1, 1 + more))
+        cold = max(_COLD_BYTES // (width * width * _BYTES[dtype]), 2)
+        counts = {rows: cold if rows <= _FEW_ROWS else min(cold, 8) for rows in budget.rows}
+        few = load(linears(dtype, width, 1), list(steps.values()))
+        many = {
+            more: load(linears(dtype, width, 1 + more), [steps[rows] for rows in budget.rows if counts[rows] == more])
+            for more in dict.fromkeys(counts.values())
+        }
         yield [
-            Case(f"{LINEAR} {dtype}", (rows, width * width), few, many, 1, more, step)
-            for rows, step in zip(budget.rows, steps, strict=True)
+            Case(f"{LINEAR} {dtype}", (rows, width * width), few, many[more], 1, more, steps[rows])
+            for rows, more in counts.items()
         ]
 
 
 def _logits(dtype: str, budget: Budget, load: Load) -> list[Case]:
     steps = [batch([rows], [rows], logits=True) for rows in budget.scores]
-    few = load(chain(dtype, WIDTH, 0, MOVING["add"], vocabulary=budget.vocabulary), steps)
-    many = load(tied_logits(dtype, WIDTH, budget.vocabulary), steps)
-    return [
-        Case(f"{LOGITS} {dtype}", (rows, WIDTH * budget.vocabulary), few, many, 0, 1, step)
-        for rows, step in zip(budget.scores, steps, strict=True)
-    ]
+    out = []
+    for vocabulary in budget.vocabularies:
+        few = load(rows_of_table(dtype, LOGITS_WIDTH, vocabulary), steps)
+        many = load(tied_logits(dtype, LOGITS_WIDTH, vocabulary), steps)
+        at = LOGITS_WIDTH * vocabulary
+        out += [Case(f"{LOGITS} {dtype}", (case.token_count, at), few, many, 0, 1, case) for case in steps]
+    return out
 
 
 def _moving(dtype: str, name: str, budget: Budget, load: Load) -> list[Case]:
     steps = [batch([tokens], [tokens]) for tokens in budget.tokens]
-    modules = [chain(dtype, WIDTH, count, MOVING[name]) for count in (1, 9)]
+    modules = [chain(dtype, count, MOVING[name]) for count in (1, BETWEEN)]
     few, many = (load(module, steps) for module in modules)
     op = op_of(modules[0], name)
     return [Case(f"{name} {dtype}", (op.cost(_step(step)).activation_bytes,), few, many, 1, 8, step) for step in steps]
@@ -163,14 +191,14 @@ def _attentions(
     dtype: str, load: Load, table: str, points: list[tuple[int, int]], made: Callable[[int, int], Batch]
 ) -> list[Case]:
     steps = [made(*point) for point in points]
-    modules = [attentions(dtype, count) for count in (1, 4)]
+    modules = [attentions(dtype, count) for count in (1, 5)]
     few, many = (load(module, steps) for module in modules)
     op = op_of(modules[0], "attention")
     out = []
     for point, step in zip(points, steps, strict=True):
         # As `profiled.py` looks up: bytes a sequence reads, or one more than the tokens before.
         at = (point[0], op.cost(_step(step)).kv_bytes / point[0] if table.startswith(DECODE) else point[1] + 1)
-        out.append(Case(table, at, few, many, 1, 3, step))
+        out.append(Case(table, at, few, many, 1, 4, step, BETWEEN))
     return out
 
 
@@ -192,10 +220,16 @@ def repeat(
     for case in every:  # shapes compile and caches fill
         for item in (case.few, case.many):
             item.step(case.batch, {})
+    largest = max(every, key=lambda case: (case.table.startswith(LINEAR), case.at[-1]))
+    row = next(case for case in every if case.few is largest.few)
+
+    def before() -> None:
+        largest.few.step(row.batch, {})
+
     start, done, wanted = clock(), 0, rounds
     while done < wanted:
         for number, case in enumerate(every):
-            case.sample(clock, swap=done % 2 == 1)
+            case.sample(clock, before, swap=done % 2 == 1)
             told((done + number / len(every)) / wanted)
         done += 1
         wanted = max(rounds, int(seconds / max((clock() - start) / done, 1e-9)))
@@ -217,21 +251,31 @@ def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def slice_overheads(every: Sequence[Case]) -> tuple[float, float, float]:
-    """(of a slice, more per sequence, more per token) in seconds: what steps of one attention and of one rope take
-    beside it. By least squares, where a long step's rest counts less: it is the small difference of large times."""
-    rows, values, weights = [], [], []
+def slice_overheads(every: Sequence[Case], known: Mapping[str, Times]) -> tuple[float, float, float]:
+    """(of a slice, more per sequence, more per token) in seconds: what steps of one attention take beside it and the
+    products, and what a rope's tables take per token beyond what an `add` has none of. By least squares, where a long
+    step's rest counts less: it is the small difference of large times."""
+    steps, tables_of_ropes = [], []
     for case in every:
-        name = case.table.partition(" ")[0]
-        if name in (DECODE, PREFILL, "rope"):
-            op, rest = statistics.median(case.ops), statistics.median(case.rest)
-            decodes = case.batch.sequence_count if name == DECODE else 0
-            rows.append([1.0, float(decodes), float(case.batch.token_count)])
-            values.append(rest)
-            weights.append(1 / max(rest + op * case.once, _LEAST_S))
-    scale = np.array(weights)
-    found = _nonnegative(np.array(rows) * scale[:, None], np.array(values) * scale)
-    return float(found[0]), float(found[1]), float(found[2])
+        name, _, dtype = case.table.partition(" ")
+        op, rest = statistics.median(case.ops), statistics.median(case.rest)
+        tokens, weight = float(case.batch.token_count), 1 / max(rest + op * case.once, _LEAST_S)
+        if name in (DECODE, PREFILL):
+            products = case.between * look_up(known[f"{LINEAR} {dtype}"], tokens, WIDTH * WIDTH).seconds
+            decodes = float(case.batch.sequence_count) if name == DECODE else 0.0
+            steps.append((weight, rest - products, 1.0, decodes, tokens))
+        elif name == "rope":
+            like = next(c for c in every if c.table == f"add {dtype}" and c.batch.token_count == tokens)
+            tables_of_ropes.append((weight, rest - statistics.median(like.rest), tokens))
+    slice_s, sequence_s, token_s = _fitted(steps)
+    return slice_s, sequence_s, token_s + _fitted(tables_of_ropes)[0]
+
+
+def _fitted(rows: Sequence[tuple[float, ...]]) -> list[float]:
+    """Coefficients, none of them negative, of rows of a weight, a value and the coordinates."""
+    table = np.array(rows)
+    found = _nonnegative(table[:, 2:] * table[:, :1], table[:, 1] * table[:, 0])
+    return [float(value) for value in found]
 
 
 def _nonnegative(matrix: Any, values: Any) -> Any:
@@ -255,7 +299,7 @@ def engine_overheads(
         pipe: a `plait.Pipeline` of one slice whose model does not end of itself; item: the same slice, loaded here.
     """
     new, prompt = 24, 8
-    rows, values = [], []
+    rows = []
     for count in sequences:
         prompts = [[1 + i % 7] * prompt for i in range(count)]
         step = batch([1] * count, [prompt + new // 2] * count, vocabulary=8)
@@ -269,11 +313,10 @@ def engine_overheads(
             inside = statistics.median(_step_s(item, step, clock) for _ in range(new))
             if number:
                 rest.append(decode_s - inside)
-        rows.append([1.0, float(count)])
-        values.append(max(statistics.median(rest), _LEAST_S))
-    weights = 1 / np.array(values)
-    found = _nonnegative(np.array(rows) * weights[:, None], np.array(values) * weights)
-    return float(found[0]), float(found[1])
+        value = max(statistics.median(rest), _LEAST_S)
+        rows.append((1 / value, value, 1.0, float(count)))
+    of_step, of_sequence = _fitted(rows)
+    return of_step, of_sequence
 
 
 def measure(
@@ -312,7 +355,8 @@ def measure(
         for item in {id(x): x for lot in lots for case in lot for x in (case.few, case.many)}.values():
             item.close()
         every += [case for lot in lots for case in lot]
-    slice_s, sequence_s, token_s = slice_overheads(every)
+    made = tables(every)
+    slice_s, sequence_s, token_s = slice_overheads(every, made)
     return Profile(
         device=device.name,
         backend=device.backend,
@@ -321,7 +365,7 @@ def measure(
         threads=threads,
         made=(today or date.today()).isoformat(),
         quick=budget is QUICK,
-        tables=tables(every),
+        tables=made,
         overheads=Overheads(slice_s, sequence_s, token_s, *engine),
         copy_bytes_per_s=copy_bytes_per_s,
         shared=hops[0],

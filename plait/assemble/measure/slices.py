@@ -13,6 +13,7 @@ from xdsl.ir import SSAValue
 
 from plait.backends.base import Backend, Batch, CompileOptions, Executable, LoadOptions
 from plait.backends.weights import weights_json
+from plait.cost_models.profiled import PAGE_TOKENS
 from plait.ir import Builder, Rope, kv_classes, print_module, weights
 from plait.ir.module import ops
 from plait.ir.numbers import NUMPY
@@ -20,13 +21,16 @@ from plait.ir.ops import PlaitOp
 from plait.ir.types import dtype_bytes, dtype_name
 from plait.spec import Encoding, WeightRef, kv_class
 
-VOCABULARY, PAGE_TOKENS = 256, 16
+VOCABULARY = 256
 
 #: Attention is measured with four query heads to a KV head.
-HEADS, KV_HEADS, HEAD_DIM = 16, 4, 64
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 #: The width of what is no product.
-WIDTH = 1024
+WIDTH = 512
+
+#: Products that stand between the ops of a chain, so that each finds the caches as it does in a model.
+BETWEEN = 8
 
 _ROPE = Rope(10000.0)
 
@@ -34,31 +38,40 @@ Chain = Callable[[Builder, SSAValue, int], SSAValue]
 """Adds the i-th op to the value before it."""
 
 
-def _silu_mul(b: Builder, x: SSAValue, i: int) -> SSAValue:
-    return b.silu_mul(x, x)
-
-
 #: Op -> how one is added, for ops that move activations.
 MOVING: dict[str, Chain] = {
     "rms_norm": lambda b, x, i: b.rms_norm(x, f"norm{i}", 1e-5),
     "add": lambda b, x, i: b.add(x, x),
-    "silu_mul": _silu_mul,
+    "silu_mul": lambda b, x, i: b.silu_mul(x, x),
     "rope": lambda b, x, i: b.rope(x, HEAD_DIM, _ROPE),
 }
 
 
-def chain(dtype: str, width: int, count: int, add: Chain, *, vocabulary: int = VOCABULARY) -> ModuleOp:
-    """`count` ops, one after the other, on rows of a table."""
+def rows_of_table(dtype: str, width: int, vocabulary: int = VOCABULARY) -> ModuleOp:
+    """Nothing but the input of the others."""
     b = Builder("measure", dtype)
-    x = b.embed("table", vocabulary, width)
-    b.block = 0
-    for i in range(count):
-        x = add(b, x, i)
-    return b.finish({"y": x})
+    return b.finish({"y": b.embed("table", vocabulary, width)})
 
 
 def linears(dtype: str, width: int, count: int) -> ModuleOp:
-    return chain(dtype, width, count, lambda b, x, i: b.linear(x, f"w{i}", width))
+    """`count` products, one after the other, on rows of a table."""
+    b = Builder("measure", dtype)
+    x = b.embed("table", VOCABULARY, width)
+    b.block = 0
+    for i in range(count):
+        x = b.linear(x, f"w{i}", width)
+    return b.finish({"y": x})
+
+
+def chain(dtype: str, count: int, add: Chain) -> ModuleOp:
+    """`BETWEEN` products, the first `count` of which have an op after them."""
+    b = Builder("measure", dtype)
+    x = b.embed("table", VOCABULARY, WIDTH)
+    b.block = 0
+    for i in range(BETWEEN):
+        x = b.linear(x, f"w{i}", WIDTH)
+        x = add(b, x, i) if i < count else x
+    return b.finish({"y": x})
 
 
 def tied_logits(dtype: str, width: int, vocabulary: int) -> ModuleOp:
@@ -70,14 +83,15 @@ def tied_logits(dtype: str, width: int, vocabulary: int) -> ModuleOp:
 
 
 def attentions(dtype: str, count: int) -> ModuleOp:
-    """Each has its own KV."""
+    """The same with attention, each with its own KV; keys and values are rows of tables."""
     b = Builder("measure", dtype)
-    q, k, v = (
-        b.embed(name, VOCABULARY, heads * HEAD_DIM) for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
-    )
-    for i in range(count):
+    k, v = (b.embed(name, VOCABULARY, KV_HEADS * HEAD_DIM) for name in "kv")
+    q = b.embed("table", VOCABULARY, HEADS * HEAD_DIM)
+    for i in range(BETWEEN):
         b.block = i
-        q = b.attention(q, k, v, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
+        q = b.linear(q, f"w{i}", HEADS * HEAD_DIM)
+        if i < count:
+            q = b.attention(q, k, v, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
     return b.finish({"y": q})
 
 
