@@ -130,8 +130,8 @@ def _short(value: float) -> float:
 
 
 #: Noise of one log residual, and the size from which points of one group count as fewer than they are: they share what
-#: the model has wrong about it. Both as fits that leave out groups of the fit say.
-NOISE, GROUP = 0.1, 10
+#: the model has wrong about it.
+NOISE, GROUP = 0.12, 40
 
 #: Step of the differences that make the Jacobian, in standard deviations of the prior.
 _MOVE = 1e-4
