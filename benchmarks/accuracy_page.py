@@ -275,7 +275,9 @@ Made by `python benchmarks/accuracy.py`; not to be edited. `--fit` fits anew, `-
 {points} measured points, each with its source in `benchmarks/data/measured.csv`: {used} fit the numbers of
 `cost_models/fitted.yaml`, {held} are held out. The split is by group, a model on a device: of the groups of a device,
 in the order of sha256 of `model|device`, the second, the fifth ... are held out (Llama 4 Scout counts on h100, though
-its rows are left out). They touch no number: neither the fit, nor its ranges. Held out are {groups}.
+its rows are left out). They touch no number: neither the fit, nor its ranges. Their errors were seen while the model
+was made; what was changed after that was kept or dropped by fits that leave out groups of the fit, and by the tables
+of MI300X and of pipelines below. Held out are {groups}.
 
 The error of a point is |predicted / measured - 1|; tables show medians, and as the bias the median of the signed error.
 `inside` is the share of points inside the stated range: that range holds 80 % of what fits that left a group out said

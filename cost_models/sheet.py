@@ -12,7 +12,7 @@ from plait.cost_models.cases import Case, Point, case_of
 from plait.cost_models.collectives import all_reduce_s
 from plait.cost_models.op_time import ATTENTION, EXPERTS, KINDS, MATMUL, Speeds, Work, seconds
 from plait.cost_models.quantities import DEVICE, ENGINE, device_levels, engine_levels, quantity, value_of
-from plait.cost_models.speeds import MOST_BANDWIDTH, MOST_FLOPS, FittedSpeeds
+from plait.cost_models.speeds import MOST_BANDWIDTH, FittedSpeeds
 from plait.cost_models.tables import Floats
 
 
@@ -145,7 +145,7 @@ class Sheet:
         q, overlap = self._quantities(value)
         owner = self.owner[self.step]
         per_device = np.stack([q[name] for name in DEVICE])
-        efficiency = np.minimum(MOST_FLOPS, self.achieved * per_device[self.speed, owner])
+        efficiency = self.achieved * np.minimum(1.0, per_device[self.speed, owner])
         weights = np.where(self.is_expert, q["expert_bandwidth"][owner], q["bandwidth"][owner])
         stream = self.bandwidth[owner] * np.minimum(MOST_BANDWIDTH, self.bandwidth_achieved[owner] * weights)
         kv = self.bandwidth[owner] * np.minimum(MOST_BANDWIDTH, (self.bandwidth_achieved * q["kv_bandwidth"])[owner])

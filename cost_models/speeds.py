@@ -20,9 +20,6 @@ from plait.spec import Device, Source, from_dict
 #: The most of its nominal bandwidth that any kernel streams; refresh and row changes take the rest.
 MOST_BANDWIDTH = 0.95
 
-#: And of its nominal peak: power and the edges of tiles take the rest.
-MOST_FLOPS = 0.9
-
 #: Where nothing was fitted: the roofline's maximum.
 _NO_OVERLAP_LOST = 64.0
 
@@ -131,7 +128,8 @@ def device_speeds(device: Device, dtype: str, *, nominal: bool = False) -> Devic
     flops = {kind: _FLOPS.get(kind, "matmul") for kind in KINDS}
     flops[MATMUL] = _NARROW.get(dtype, "matmul")
     traffic = {kind: _BYTES.get(kind, "bandwidth") for kind in KINDS}
-    efficiency = {kind: min(MOST_FLOPS, achieved * known[name].value) for kind, name in flops.items()}
+    # `achieved` is what the largest matmul reaches: nothing reaches more.
+    efficiency = {kind: achieved * min(1.0, known[name].value) for kind, name in flops.items()}
     streams = {kind: min(MOST_BANDWIDTH, stream * known[name].value) for kind, name in traffic.items()}
     used = {kind: [known[flops[kind]], known[traffic[kind]]] for kind in KINDS}
     used[ATTENTION].append(known["kv_bandwidth"])
