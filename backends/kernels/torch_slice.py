@@ -121,7 +121,8 @@ class TorchSlice:
         """See `torch_eager.Slice`."""
         key = name, dtype
         if key not in self._held:
-            names = self._interleaved.get(stored_of(self._refs[name]), [name])
+            ref = self._refs[name]  # which may be whole runs of a tensor whose other rows alternate
+            names = self._interleaved[stored_of(ref)] if is_interleaved(ref) else [name]
             for one, array in zip(
                 names, read_together([self._refs[one] for one in names], dtype, self._root), strict=True
             ):

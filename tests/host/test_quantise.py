@@ -291,6 +291,25 @@ def test_calibration_measures_what_linears_are_given(source: Path, text: Path) -
         np.testing.assert_allclose(found.importance[name], total / len(ids), rtol=1e-4)
 
 
+def test_calibration_of_weights_that_share_a_tensor(text: Path, tmp_path: Path) -> None:
+    """Of kv_a_proj_with_mqa the latent rows stand in runs, and those that turn alternate."""
+    source = save(tmp_path / "m", "deepseek_v3", num_hidden_layers=1, tokenizer=True)
+    checkpoint = open_checkpoint(source)
+    found = calibrate(checkpoint, (), text, lambda done, total: None)
+    model, sums = reference_model(source), []
+    inner = model.get_submodule("model.layers.0.self_attn.kv_a_proj_with_mqa")
+    inner.register_forward_pre_hook(lambda module, given: sums.append(given[0].double().square().sum((0, 1)).numpy()))
+    import tokenizers
+
+    ids = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json")).encode(TEXT).ids
+    with torch.no_grad():
+        for start in range(0, len(ids), 512):
+            model(torch.tensor([ids[start : start + 512]]))
+    for part in ("kv_latent", "k_rope", "q_a_proj"):
+        mean = found.importance[f"model.layers.0.self_attn.{part}.weight"]
+        np.testing.assert_allclose(mean, sum(sums) / len(ids), rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "fp8"))])
 def test_calibrated_scales_are_written_and_reported(kind: str, source: Path, text: Path, tmp_path: Path) -> None:
     ids, out = random_ids(16), tmp_path / "m.plait"
