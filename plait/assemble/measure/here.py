@@ -13,10 +13,11 @@ from typing import Any
 
 from plait.assemble.measure.host import copy_rate, hops
 from plait.assemble.measure.profile import FULL, QUICK, Clock, Progress, engine_overheads, measure
-from plait.assemble.measure.slices import PAGE_TOKENS, Loader
+from plait.assemble.measure.slices import Loader
 from plait.assemble.tiny import write_tiny_llama
 from plait.backends.base import LoadOptions
 from plait.cost_models.host import core_count
+from plait.cost_models.profiled import PAGE_TOKENS
 from plait.cost_models.profiles import Profile, machine
 from plait.errors import UsageError
 from plait.registry import load_backend
