@@ -5,8 +5,8 @@
 Without `--profile` this host is measured first, in every cycle again. Then every round measures every prompt length and
 batch once, in turn. Printed are the medians over cycles of what was predicted, and over rounds of what was measured,
 with what most of them lay between; the ratio is the median over cycles of each cycle's own, so that load that comes and
-goes meets both sides. On a machine that does other work too, `--processor-time` counts the seconds that the processor worked
-for this process, on one thread and in one process, which others disturb less.
+goes meets both sides. On a machine that does other work too, `--processor-time` counts the seconds that the processor
+worked for this process, on one thread and in one process, which others disturb less.
 """
 
 from __future__ import annotations
