@@ -4,23 +4,25 @@
   counts on both, one that two units of the same slice use counts once. Quantised ones count as they are stored where
   the device computes with them so (`keeps_quantised`), and in the model's dtype where they are dequantised on loading.
 - KV: per attention, whole pages: every token, or the ring of its window.
-- activations: the largest unit's results and the incoming boundary for a full step; reuse is not counted on.
+- activations: what stands at once in a full step (`activations.py`), on the host as torch allocates it; elsewhere the
+  largest unit's results and the incoming boundary, an upper bound: reuse is not counted on.
 - logits: float32 scores, one row per request, on the last slice.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from xdsl.ir import Attribute
 
-from plait.cost_models.profile import ModelProfile, UnitFacts
+from plait.cost_models.activations import HOST, gathered_tokens, peak
+from plait.cost_models.profile import FP8_BYTES, KVFacts, ModelProfile, UnitFacts
 from plait.cost_models.tables import Floats, slice_maxima, slice_sums
-from plait.ir.types import QuantType
+from plait.ir.types import DTYPES, QuantType, dtype_bytes
 from plait.spec import Device, MemoryEstimate, Workload
 
 #: The fewest columns with one scale: of whole numbers, and of FP8.
@@ -91,8 +93,35 @@ class MemoryModel:
         """[start, end) -> bytes for the workload's requests at their full length."""
         return np.asarray(self.workload.concurrency * slice_sums(self._request_kv(self.workload.context_tokens)))
 
+    def activations_on(self, device: Device) -> Floats:
+        """[start, end) -> bytes of a full step: its peak where the kernels of the device are known."""
+        if device.backend != "cpu" or (known := self._host_peaks) is None:
+            return self.activations
+        return known
+
+    @cached_property
+    def _host_peaks(self) -> Floats | None:
+        """The most of any unit, on the host; None where it holds an op that is not known there."""
+        facts = {unit.facts for unit in self.profile.units}
+        peaks = {item: self._host_peak(item, self.workload.concurrency, self.workload.context_tokens) for item in facts}
+        found = [peaks[unit.facts] for unit in self.profile.units]
+        return None if None in found else slice_maxima([float(size or 0) for size in found])
+
+    def _host_peak(self, facts: UnitFacts, requests: int, tokens: int) -> int | None:
+        """Of one unit, where so many requests hold so many tokens each."""
+        wide = dtype_bytes(DTYPES[self.profile.dtype])
+
+        def copied(kv: KVFacts) -> int:
+            """What decode steps copy out of the pages of one layer: whole pages of every request, FP8 as numbers."""
+            seen = tokens if kv.window is None else min(tokens, kv.window + self.page_tokens)
+            of_token = kv.sides * kv.kv_heads * kv.head_dim * (wide + FP8_BYTES if kv.is_fp8 else wide)
+            return requests * gathered_tokens(seen, self.page_tokens) * of_token
+
+        return peak(facts.held, HOST, self.max_step_tokens, max(map(copied, facts.kv), default=0))
+
     @cached_property
     def activations(self) -> Floats:
+        """[start, end) -> bytes that no step needs more of: all results of the largest unit, and what comes in."""
         incoming = np.array([0, *self.profile.boundary_bytes_per_token, 0], dtype=float)
         largest = slice_maxima([unit.facts.activation_bytes_per_token for unit in self.profile.units])
         return np.asarray(np.triu(largest + incoming[:, None], k=1) * self.max_step_tokens)
@@ -105,7 +134,7 @@ class MemoryModel:
 
     def fixed(self, device: Device) -> Floats:
         """Everything but KV and the device's reserve."""
-        return self.weights_on(device) + self.activations + self.logits
+        return self.weights_on(device) + self.activations_on(device) + self.logits
 
     @cached_property
     def full_page(self) -> Floats:
@@ -140,39 +169,52 @@ class MemoryModel:
         return MemoryEstimate(
             weights_bytes=int(self.weights_on(device)[at]),
             kv_bytes=int(self.kv[at]),
-            activations_bytes=int(self.activations[at]),
+            activations_bytes=int(self.activations_on(device)[at]),
             logits_bytes=int(self.logits[at]),
             reserve_bytes=device.reserve_bytes,
             capacity_bytes=capacity_bytes(device),
         )
 
-    def max_context_tokens(self, start: int, end: int, device: Device) -> int | None:
-        """The largest context, in whole pages, that all the workload's requests can have at once; None where no layer
-        grows and the slice fits: it does not limit the context. One page more does not fit."""
-        room = capacity_bytes(device) - device.reserve_bytes - int(self.fixed(device)[start, end])
-        kvs = [kv for unit in self.profile.blocks[start:end] for kv in unit.facts.kv]
+    def _room(self, start: int, end: int, device: Device) -> Callable[[int, int], bool]:
+        """Whether a slice fits with so many requests of so many tokens each."""
+        at = (start, end)
+        room = capacity_bytes(device) - device.reserve_bytes - int(self.weights_on(device)[at])
+        row = int(self.logits[at]) // self.workload.concurrency
+        own = self.profile.units[start + (start > 0) : end + 1 + (end == len(self.profile.blocks))]
+        kinds = {unit.facts for unit in own}
+        grows = device.backend == "cpu" and self._host_peaks is not None
+        kvs = [kv for unit in own for kv in unit.facts.kv]
 
-        def fits(pages: int) -> bool:
-            tokens = pages * self.page_tokens
+        def fits(requests: int, tokens: int) -> bool:
             each = sum(
                 kv.pages(tokens, self.page_tokens, self.max_step_tokens) * kv.bytes_per_token * self.page_tokens
                 for kv in kvs
             )
-            return self.workload.concurrency * each <= room
+            live = int(self.activations_on(device)[at])
+            if grows:
+                live = max(self._host_peak(facts, requests, tokens) or 0 for facts in kinds)
+            return requests * (each + row) + live <= room
 
-        growing = sum(kv.bytes_per_token for kv in kvs if kv.window is None) * self.page_tokens
-        if not growing:
+        return fits
+
+    def max_context_tokens(self, start: int, end: int, device: Device) -> int | None:
+        """The largest context, in whole pages, that all the workload's requests can have at once; None where no layer
+        grows and the slice fits: it does not limit the context. One page more does not fit."""
+        fits, requests = self._room(start, end, device), self.workload.concurrency
+        kvs = [kv for unit in self.profile.blocks[start:end] for kv in unit.facts.kv]
+        if all(kv.window is not None for kv in kvs):
             longest = max((kv.window or 0 for kv in kvs), default=0) + 2 * (self.max_step_tokens + self.page_tokens)
-            if fits(-(-longest // self.page_tokens)):
+            if fits(requests, -(-longest // self.page_tokens) * self.page_tokens):
                 return None
-            high = -(-longest // self.page_tokens)
-        else:
-            high = max(0, room) // (growing * self.workload.concurrency) + 1
-        low = -1 if not fits(0) else 0
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return max(0, low) * self.page_tokens
+        return _most(lambda pages: fits(requests, pages * self.page_tokens)) * self.page_tokens
+
+    def max_requests(self, start: int, end: int, device: Device) -> int | None:
+        """The most requests that can hold the workload's context at once; None where a request takes nothing here. One
+        more does not fit."""
+        if not self.kv[start, end] and not self.logits[start, end]:
+            return None
+        fits = self._room(start, end, device)
+        return _most(lambda requests: fits(requests, self.workload.context_tokens))
 
     def _request_kv(self, tokens: int, *, full: bool = True) -> list[float]:
         """Bytes of one request's KV in every unit; only the rings where `full` is off."""
@@ -188,6 +230,17 @@ class MemoryModel:
 
         by_kind = {facts: held(facts) for facts in {unit.facts for unit in self.profile.units}}
         return [by_kind[unit.facts] for unit in self.profile.units]
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """The largest number from 0 on that fits; 0 where none does."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _each_once(units: Sequence[Sequence[tuple[str, int]]]) -> Floats:

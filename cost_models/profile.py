@@ -14,6 +14,7 @@ from typing import Any
 from xdsl.dialects.builtin import ModuleOp, StringAttr, TensorType
 from xdsl.ir import Attribute, SSAValue
 
+from plait.cost_models.activations import Held, held
 from plait.ir.facts import Cost, Step
 from plait.ir.module import block_count, ops
 from plait.ir.ops import (
@@ -86,12 +87,14 @@ class KVFacts:
 class UnitFacts:
     """What equal units share; compared by identity, so that equal blocks are costed once.
 
-    `activation_bytes_per_token` is the sum of all results of its ops: an upper bound that counts on no reuse.
+    `activation_bytes_per_token` is the sum of all results of its ops: an upper bound that counts on no reuse; `held` is
+    what stands at each op.
     """
 
     ops: tuple[OpFacts, ...]
     kv: tuple[KVFacts, ...]
     activation_bytes_per_token: int
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,13 +165,14 @@ def profile(module: ModuleOp, max_positions: int | None = None) -> ModelProfile:
         members[unit].append(op)
         number[op] = unit
     weights = _weights(module, number, count + 2)
+    through = _through(number, count + 2)
     shared: dict[Any, UnitFacts] = {}
-    units = []
-    for group, (held, more) in zip(members, weights, strict=True):
-        kind = _kind(group)
+    units: list[Unit] = []
+    for group, (stored, more) in zip(members, weights, strict=True):
+        kind = _kind(group), through[len(units)]
         if kind not in shared:
-            shared[kind] = _facts(group)
-        units.append(Unit(shared[kind], held, more))
+            shared[kind] = _facts(group, number, through[len(units)])
+        units.append(Unit(shared[kind], stored, more))
     scores = next(op for op in ops(module) if isinstance(op, SCORING))
     name = module.attributes["plait.model"]
     assert isinstance(name, StringAttr)
@@ -206,6 +210,15 @@ def at_element_bytes(model: ModelProfile, ratio: float, dtype: str) -> ModelProf
                     kv if kv.is_fp8 else replace(kv, dtype_bytes=int(kv.dtype_bytes * ratio)) for kv in unit.facts.kv
                 ),
                 activation_bytes_per_token=int(unit.facts.activation_bytes_per_token * ratio),
+                held=tuple(
+                    replace(
+                        op,
+                        alive=int(op.alive * ratio),
+                        results=int(op.results * ratio),
+                        element=int(op.element * ratio),
+                    )
+                    for op in unit.facts.held
+                ),
             )
         # What is quantised stays as it is stored; where it is dequantised, that changes.
         stored, names = dict(unit.weights), {weight.name for weight in unit.quantised}
@@ -283,12 +296,24 @@ def _kind(group: list[PlaitOp]) -> Any:
     )
 
 
-def _facts(group: list[PlaitOp]) -> UnitFacts:
+def _through(number: dict[PlaitOp, int], units: int) -> list[int]:
+    """Bytes per token of values that pass each unit by: made before it, read after it, and not in it."""
+    passing = [0] * units
+    for op, unit in number.items():
+        for result in op.results:
+            readers = {number[use.operation] for use in result.uses if isinstance(use.operation, PlaitOp)}
+            for between in range(unit + 1, max(readers, default=unit)):
+                if between not in readers:
+                    passing[between] += _bytes(result.type)
+    return passing
+
+
+def _facts(group: list[PlaitOp], unit_of: dict[PlaitOp, int], through: int) -> UnitFacts:
     results = [r.type for op in group if not isinstance(op, SCORING) for r in op.results]
-    inputs: dict[SSAValue, int] = {}
+    inputs: dict[tuple[SSAValue, bool], int] = {}
 
     def number(op: PlaitOp) -> int | None:
-        return inputs.setdefault(op.x, len(inputs)) if isinstance(op, LinearOp) else None
+        return inputs.setdefault((op.x, op.bias is not None), len(inputs)) if isinstance(op, LinearOp) else None
 
     return UnitFacts(
         ops=tuple(OpFacts(op.name, op.cost, _matrix(op), number(op)) for op in group),
@@ -304,6 +329,7 @@ def _facts(group: list[PlaitOp]) -> UnitFacts:
             if isinstance(op, CACHING)
         ),
         activation_bytes_per_token=sum(_bytes(kind) for kind in results),
+        held=held(group, unit_of, through),
     )
 
 

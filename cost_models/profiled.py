@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from plait.cost_models.activations import gathered_tokens
 from plait.cost_models.op_time import EXPERTS, kind_of
 from plait.cost_models.profile import OpFacts
 from plait.cost_models.profiles import Profile, Times, of
@@ -168,7 +169,9 @@ class MeasuredTimes:
         lens = list(zip(step.query_lens, step.kv_lens, strict=True))
         single = [kv for query, kv in lens if query == 1]
         if single:
-            read = sum(map(gathered, single)) if self.profile.backend == "cpu" else sum(single)
+            read = (
+                sum(gathered_tokens(kv, PAGE_TOKENS) for kv in single) if self.profile.backend == "cpu" else sum(single)
+            )
             share = cost.kv_bytes * read / sum(step.kv_lens)
             total += look_up(self._table(DECODE), len(single), max(share / len(single), 1.0))
         pairs = sum(visible_pairs(query, kv, None) for query, kv in lens)
@@ -191,14 +194,6 @@ def together(ops: Sequence[OpFacts]) -> list[OpFacts]:
         else:
             out[key] = replace(known, matrix=replace(known.matrix, columns=known.matrix.columns + op.matrix.columns))
     return list(out.values())
-
-
-def gathered(tokens: int) -> int:
-    """Tokens that torch on the host reads for a sequence of some: whole pages, whose number it rounds up to 1, 2, 3, 4,
-    6, 8, 12, 16 ..., so that sequences of about one length go together (`kernels.step`)."""
-    pages = -(-tokens // PAGE_TOKENS)
-    power = 1 << (pages - 1).bit_length()
-    return PAGE_TOKENS * (power * 3 // 4 if pages <= power * 3 // 4 and power >= 4 else power)
 
 
 def measured_times(device: Device, dtype: str) -> MeasuredTimes | None:

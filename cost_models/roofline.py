@@ -186,12 +186,14 @@ def unit_times(
     seconds = {facts: (unit_s(facts, prefill, at), unit_s(facts, decode, at)) for facts in kinds}
     both = np.array([seconds[unit.facts] for unit in model.units])
 
-    def overhead_s(step: Step) -> float:
+    def overhead_s(steps: Sequence[Step]) -> float:
         if nominal:
             return 0.0
-        return device.step_overhead_s if at.measured is None else at.measured.overhead_s(step)
+        if at.measured is None:
+            return device.step_overhead_s * len(steps)
+        return sum(map(at.measured.overhead_s, steps))
 
-    return UnitTimes(both[:, 0], both[:, 1], sum(map(overhead_s, prefill)), sum(map(overhead_s, decode)))
+    return UnitTimes(both[:, 0], both[:, 1], overhead_s(prefill), overhead_s(decode))
 
 
 def estimate(value: float, low: float, device: Device | None = None, phase: Phase = "decode") -> Estimate:

@@ -102,6 +102,7 @@ def _prediction(tables: Tables, stages: Sequence[Stage], slices: Sequence[Planne
     limits = [c for c in (*contexts, tables.problem.profile.max_positions) if c is not None]
     context = min(limits, default=work.context_tokens)
     tokens = [s.kv_tokens for s in slices if s.kv_tokens is not None]
+    batches = [tables.memory.max_requests(start, end, device) for device, start, end in stages]
     value = min(stage_rate, requests * output / (ttft.value + output * tpot.value))
     return Prediction(
         ttft_s=ttft,
@@ -114,6 +115,7 @@ def _prediction(tables: Tables, stages: Sequence[Stage], slices: Sequence[Planne
         ),
         max_context_tokens=context,
         max_kv_tokens=min(tokens, default=requests * context),
+        max_requests=min((batch for batch in batches if batch is not None), default=None),
     )
 
 

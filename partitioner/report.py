@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from plait.errors import FitError
 from plait.spec import Device, Estimate, Plan, PlannedSlice
-from plait.words import bytes_text, count_text, seconds_text
+from plait.words import bytes_text, count_text, counted, seconds_text
 
 COLUMNS = ("slice", "device", "layers", "weights", "KV", "prefill", "decode", "cause")
 FIT_COLUMNS = ("device", "blocks", "needed", "free", "short by")
@@ -56,6 +56,11 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
             f"{count_text(rate.value)} ({count_text(rate.low)} to {count_text(rate.high)}, {rate.source})",
         ),
         ("largest context", f"{found.max_context_tokens:,} tokens x {plan.workload.concurrency} requests"),
+        *(
+            [("largest batch", f"{counted(found.max_requests, 'request')} x {plan.workload.context_tokens:,} tokens")]
+            if found.max_requests is not None
+            else []
+        ),
         ("KV tokens", f"{found.max_kv_tokens:,}"),
     ]
 

@@ -52,13 +52,20 @@ class IdleDevice:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the whole pipeline is predicted to do for the workload."""
+    """What the whole pipeline is predicted to do for the workload.
+
+    Attributes:
+        max_context_tokens: the longest that all its requests can be at once.
+        max_kv_tokens: over all requests.
+        max_requests: the most at once that are as long as it says; None where memory sets no limit.
+    """
 
     ttft_s: Estimate
     tpot_s: Estimate
     output_tokens_per_s: Estimate
     max_context_tokens: int
     max_kv_tokens: int
+    max_requests: int | None = None
 
 
 @dataclass(frozen=True)
