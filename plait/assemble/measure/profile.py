@@ -44,6 +44,9 @@ LOGITS_WIDTH = 1024
 #: What matrices have to hold together, so that none comes from a cache, and up to how many rows that matters.
 _COLD_BYTES, _FEW_ROWS = 256 << 20, 32
 
+#: Repeats in a round of what takes next to no time.
+_OFTEN = 4
+
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -109,6 +112,11 @@ class Case:
     between: int = 0
     ops: list[float] = field(default_factory=list)
     rest: list[float] = field(default_factory=list)
+
+    @property
+    def is_short(self) -> bool:
+        """Its steps take next to no time, and their difference is less than what they vary by."""
+        return self.batch.token_count <= _FEW_ROWS and not self.table.startswith((LINEAR, LOGITS))
 
     def sample(self, clock: Clock, before: Callable[[], object], *, swap: bool = False) -> None:
         """One repeat of both, one soon after the other: what slows the machine down slows both.
@@ -229,7 +237,8 @@ def repeat(
     start, done, wanted = clock(), 0, rounds
     while done < wanted:
         for number, case in enumerate(every):
-            case.sample(clock, before, swap=done % 2 == 1)
+            for once in range(_OFTEN if case.is_short else 1):
+                case.sample(clock, before, swap=(done + once) % 2 == 1)
             told((done + number / len(every)) / wanted)
         done += 1
         wanted = max(rounds, int(seconds / max((clock() - start) / done, 1e-9)))
