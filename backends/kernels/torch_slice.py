@@ -74,8 +74,9 @@ class TorchSlice:
                 if len(writes) == 1:
                     slots[writes[0]] = result
                 else:
-                    for slot, value in zip(writes, result, strict=True):
-                        slots[slot] = value
+                    for number, slot in enumerate(writes):
+                        slots[slot] = result[number]
+                del result  # or a part of it would outlive its slot, until the next op with several results
                 for slot in dead:
                     slots[slot] = None
             self._steps += 1
