@@ -111,7 +111,7 @@ def _prediction(tables: Tables, stages: Sequence[Stage], slices: Sequence[Planne
             value,
             min(value, requests * output / (requests * ttft.high + output * tpot.high)),
             max(value, min(output / fastest, requests * output / (ttft.low + output * tpot.low))),
-            "roofline",
+            ttft.source if ttft.source == tpot.source else "roofline",
         ),
         max_context_tokens=context,
         max_kv_tokens=min(tokens, default=requests * context),
@@ -121,4 +121,6 @@ def _prediction(tables: Tables, stages: Sequence[Stage], slices: Sequence[Planne
 
 def _sum(parts: Sequence[Estimate | None]) -> Estimate:
     known = [part for part in parts if part is not None]
-    return Estimate(sum(p.value for p in known), sum(p.low for p in known), sum(p.high for p in known), "roofline")
+    sources = {part.source for part in known}
+    source = sources.pop() if len(sources) == 1 else "roofline"
+    return Estimate(sum(p.value for p in known), sum(p.low for p in known), sum(p.high for p in known), source)
