@@ -155,7 +155,7 @@ def measured(folder: Path) -> Path:
     found = Profile(
         "cpu", "cpu", "cpu", machine("cpu"), 1, "2026-11-01", True,
         {f"{name} float32": times(*shape) for name, shape in tables.items()},
-        Overheads(1e-4, 0.0, 0.0, 0.0), 1e10, Hop(1e-5, 1e9), Hop(1e-5, 1e9),
+        Overheads(1e-4, 0.0, 0.0, 0.0, 0.0), 1e10, Hop(1e-5, 1e9), Hop(1e-5, 1e9),
     )  # fmt: skip
     path = folder / "cache" / "profiles" / "cpu.json"
     path.parent.mkdir(parents=True)
