@@ -155,7 +155,6 @@ def test_other_types_are_refused_with_the_tensor(kind: str, tmp_path: Path) -> N
 
 
 KEYS: dict[str, tuple[dict[str, Any], type[PlaitError], str]] = {
-    "no theta": ({"llama.rope.freq_base": None}, CheckpointError, "rope_theta"),
     "no heads": ({"llama.attention.head_count": None}, CheckpointError, "num_attention_heads"),
     "no eps": ({"llama.attention.layer_norm_rms_epsilon": None}, CheckpointError, "rms_norm_eps"),
     "theta as text": ({"llama.rope.freq_base": "10000"}, CheckpointError, "rope_theta"),

@@ -246,7 +246,7 @@ def test_phi_3_drops_spaces_behind_its_tokens(pieces: dict[str, Any]) -> None:
     ("changes", "kind", "word"),
     [
         ({"scores": ...}, CheckpointError, "scores"),
-        ({"scores": [0.0]}, CheckpointError, "1 scores"),
+        ({"scores": [0.0]}, CheckpointError, "1 score for"),
         ({"remove_extra_whitespaces": True}, UnsupportedError, "remove_extra_whitespaces"),
         ({"add_space_prefix": "yes"}, CheckpointError, "add_space_prefix"),
         ({"bos_token_id": ...}, CheckpointError, "bos_token_id"),
