@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -23,6 +22,7 @@ from typing import Literal
 
 from plait.cost_models.host import core_count
 from plait.errors import UserError
+from plait.outputs import write_whole
 from plait.spec import Device, digest, from_json, to_json
 
 #: What is measured in every dtype; see `profiled.py`.
@@ -190,17 +190,9 @@ def write(profile: Profile, path: Path) -> None:
     """Write a profile so that it is never there in part. Raises UserError: `output-unwritable`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(to_json(profile, indent=1) + "\n")
-            Path(scratch).chmod(0o644)
-            Path(scratch).replace(path)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
     except OSError as err:
         raise UserError("output-unwritable", f"cannot write {path}", why=err.strerror or str(err)) from err
+    write_whole(path, to_json(profile, indent=1) + "\n")
     _read_once.cache_clear()
 
 

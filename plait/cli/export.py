@@ -15,8 +15,8 @@ import typer
 from plait.cli.compile import default_output
 from plait.cli.export_onnx import export_onnx
 from plait.cli.options import Json, Verbose
-from plait.cli.plan import write_whole
 from plait.errors import ArtifactError, UnsupportedError, UsageError, VerifyError
+from plait.outputs import write_whole
 from plait.words import bytes_text, counted
 
 if TYPE_CHECKING:

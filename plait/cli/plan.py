@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from plait.cli.options import Json, PlanOptions, Verbose, with_plan_options
+from plait.outputs import write_whole
 
 NAME = "plan"
 
@@ -66,25 +65,3 @@ def next_command(options: PlanOptions, output: Path | None, *, has_weights: bool
     if output is None:
         return options.command("compile", model=model)
     return PlanOptions(model, plan=output, config=options.config).command("compile")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is never there in part.
-
-    Raises:
-        UserError: `output-unwritable`.
-    """
-    from plait.errors import UserError
-
-    try:
-        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(scratch).chmod(0o644)
-            Path(scratch).replace(path)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
-    except OSError as err:
-        raise UserError("output-unwritable", f"cannot write {path}", why=err.strerror or str(err)) from err
